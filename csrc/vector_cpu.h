@@ -1,0 +1,141 @@
+// Vectors of values for the CPU kernels: GCC's and Clang's vector extension, which the compiler
+// maps to the instructions of the target, loaded from and stored to memory in a narrower dtype.
+//
+// Conversions are plain vector arithmetic that rounds to nearest even, as c10's scalar ones do.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "glu_math.h"
+
+// Vectors are returned by inlined functions only, so that no ABI is at stake.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace ssd_allreduce {
+
+template <typename Element, int64_t kLanes>
+struct VectorOf {
+  typedef Element type __attribute__((vector_size(kLanes * sizeof(Element))));
+};
+
+template <typename Element, int64_t kLanes>
+using Vector = typename VectorOf<Element, kLanes>::type;
+
+template <typename To, typename From>
+GLU_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// How kLanes elements of dtype T become a vector of the compute dtype, and back.
+template <typename T, int64_t kLanes>
+struct Packed {
+  using Stored = Vector<T, kLanes>;
+  using Value = Vector<T, kLanes>;
+
+  static GLU_INLINE Value unpack(const Stored& stored) { return stored; }
+  static GLU_INLINE Stored pack(const Value& value) { return value; }
+};
+
+template <int64_t kLanes>
+struct Packed<c10::BFloat16, kLanes> {
+  using Stored = Vector<uint16_t, kLanes>;
+  using Value = Vector<float, kLanes>;
+  using Bits = Vector<uint32_t, kLanes>;
+
+  static GLU_INLINE Value unpack(const Stored& stored) {
+    return bit_cast<Value>(__builtin_convertvector(stored, Bits) << 16);
+  }
+
+  static GLU_INLINE Stored pack(const Value& value) {
+    const Bits bits = bit_cast<Bits>(value);
+    const Bits rounded = (bits + (0x7FFFu + ((bits >> 16) & 1u))) >> 16;
+    const Bits is_nan = bit_cast<Bits>(value != value);
+    return __builtin_convertvector((rounded & ~is_nan) | (0x7FC0u & is_nan), Stored);
+  }
+};
+
+// The scaling tricks are those of c10/util/Half.h, after Maratyszcza's FP16 library.
+template <int64_t kLanes>
+struct Packed<c10::Half, kLanes> {
+  using Stored = Vector<uint16_t, kLanes>;
+  using Value = Vector<float, kLanes>;
+  using Bits = Vector<uint32_t, kLanes>;
+
+  static GLU_INLINE Value unpack(const Stored& stored) {
+    const Bits shifted = __builtin_convertvector(stored, Bits) << 16;
+    const Bits sign = shifted & 0x80000000u;
+    const Bits magnitude = shifted + shifted;
+    const Value normal = bit_cast<Value>((magnitude >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+    const Value subnormal = bit_cast<Value>((magnitude >> 17) | (126u << 23)) - 0.5f;
+    const Bits is_subnormal = bit_cast<Bits>(magnitude < (1u << 27));
+    return bit_cast<Value>(sign | (bit_cast<Bits>(subnormal) & is_subnormal) |
+                           (bit_cast<Bits>(normal) & ~is_subnormal));
+  }
+
+  static GLU_INLINE Stored pack(const Value& value) {
+    const Bits bits = bit_cast<Bits>(value);
+    const Bits sign = bits & 0x80000000u;
+    const Bits magnitude = bits + bits;
+    // Overflows to infinity what half cannot hold.
+    const Value scaled = (bit_cast<Value>(bits & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;
+    const Bits exponent = magnitude & 0xFF000000u;
+    const Bits is_tiny = bit_cast<Bits>(exponent < 0x71000000u);
+    const Bits bias = (exponent & ~is_tiny) | (0x71000000u & is_tiny);
+    // The addition rounds to the mantissa bits that half has at this exponent.
+    const Bits rounded = bit_cast<Bits>(bit_cast<Value>((bias >> 1) + 0x07800000u) + scaled);
+    const Bits half = ((rounded >> 13) & 0x7C00u) + (rounded & 0x0FFFu);
+    const Bits is_nan = bit_cast<Bits>(magnitude > 0xFF000000u);
+    return __builtin_convertvector((sign >> 16) | (half & ~is_nan) | (0x7E00u & is_nan), Stored);
+  }
+};
+
+template <typename Value>
+constexpr int64_t kLanesOf = sizeof(Value) / sizeof(std::declval<Value>()[0]);
+
+template <bool kCondition, typename Value, typename T>
+GLU_INLINE void load_if(Value& value, const T* from) {
+  if constexpr (kCondition) {
+    using Pack = Packed<T, kLanesOf<Value>>;
+    typename Pack::Stored stored;
+    std::memcpy(&stored, from, sizeof(stored));
+    value = Pack::unpack(stored);
+  }
+}
+
+template <bool kCondition, typename Value, typename T>
+GLU_INLINE void store_if(T* to, const Value& value) {
+  if constexpr (kCondition) {
+    const auto stored = Packed<T, kLanesOf<Value>>::pack(value);
+    std::memcpy(to, &stored, sizeof(stored));
+  }
+}
+
+// The same for the first `count` lanes; the others read as 0.
+template <bool kCondition, typename Value, typename T>
+GLU_INLINE void load_first_if(Value& value, const T* from, int64_t count) {
+  if constexpr (kCondition) {
+    using Pack = Packed<T, kLanesOf<Value>>;
+    typename Pack::Stored stored{};
+    std::memcpy(&stored, from, count * sizeof(T));
+    value = Pack::unpack(stored);
+  }
+}
+
+template <bool kCondition, typename Value, typename T>
+GLU_INLINE void store_first_if(T* to, const Value& value, int64_t count) {
+  if constexpr (kCondition) {
+    const auto stored = Packed<T, kLanesOf<Value>>::pack(value);
+    std::memcpy(to, &stored, count * sizeof(T));
+  }
+}
+
+}  // namespace ssd_allreduce
