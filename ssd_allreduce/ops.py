@@ -238,9 +238,7 @@ def local_plain_(
     )
 
 
-def accumulate_(
-    accumulators: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool
-) -> None:
+def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool) -> None:
     """``A += g``, or ``A = g`` without reading ``A`` where ``overwrite``."""
     _ops.accumulate_.default(accumulators, gradients, overwrite)
 

@@ -287,9 +287,7 @@ class _Lists:
     def state(self, name: str, tensors: Tensors, optional: bool = False) -> None:
         self._compare(name, tensors, [compute_dtype(t.dtype) for t in self._leading], optional)
 
-    def _compare(
-        self, name: str, tensors: Tensors, dtypes: list[torch.dtype], optional: bool
-    ) -> None:
+    def _compare(self, name: str, tensors: Tensors, dtypes: list[torch.dtype], optional: bool) -> None:
         if optional and not tensors:
             return
         if len(tensors) != len(self._leading):
@@ -297,9 +295,7 @@ class _Lists:
                 f"{self._op}: {name} has {len(tensors)} tensors, {self._name} has "
                 f"{len(self._leading)}; give one for each"
             )
-        for index, (tensor, leader, dtype) in enumerate(
-            zip(tensors, self._leading, dtypes, strict=True)
-        ):
+        for index, (tensor, leader, dtype) in enumerate(zip(tensors, self._leading, dtypes, strict=True)):
             here, there = f"{name}[{index}]", f"{self._name}[{index}]"
             if tensor.shape != leader.shape:
                 raise ValueError(

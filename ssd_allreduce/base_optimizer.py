@@ -1,0 +1,183 @@
+"""The user's optimizer under the wrapper: its own step code, and one state for all who hold it.
+
+Up to three optimizer objects stand for the same training: the user's own, Horovod's wrapper of it, and
+ours. Schedulers and checkpoint code may hold any of them, and torch's ``load_state_dict`` replaces the
+``param_groups`` and ``state`` of the one it is called on. All of them share one list of groups and one
+state here, also after a load.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ssd_allreduce import layout
+from ssd_allreduce.communicators import horovod
+
+MOMENTUM = "momentum_buffer"
+
+
+def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
+    """Other optimizer objects in this process that hold the same param group dictionaries.
+
+    Horovod's wrapper keeps no reference to the optimizer that it wraps, only the groups, so the
+    user's own object is found through them.
+    """
+    mine = {id(group) for group in optimizer.param_groups}
+    return [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), Optimizer)
+        and candidate is not optimizer
+        and any(id(group) in mine for group in candidate.__dict__.get("param_groups", ()))
+    ]
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer class's step without the hook machinery that torch wraps around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+class BaseOptimizer:
+    """The optimizer that was given to the wrapper.
+
+    Args:
+        given: the user's optimizer, or Horovod's wrapper of it.
+        relatives: other objects that share its groups; kept in step with it.
+
+    Attributes:
+        kind: the user's optimizer class.
+        groups: the shared param groups.
+        state: the shared optimizer state, keyed by parameter.
+    """
+
+    def __init__(self, given: Optimizer, relatives: Iterable[Optimizer]) -> None:
+        self.given = given
+        self.kind = horovod.base_class(given)
+        _refuse_unsupported(self.kind, given)
+        self.groups: list[dict[str, Any]] = given.param_groups
+        self.state: Any = given.state
+        self.on_load: Callable[[], None] = lambda: None
+        self._horovod_wrapped = horovod.is_wrapped(given)
+        self._relatives = [given, *relatives]
+        self._step = _unhooked(self.kind.step)
+        self._materialised: list[Tensor] = []
+        self._undo: list[Callable[[], None]] = []
+        for relative in self._relatives:
+            self.share_with(relative)
+            handle = relative.register_load_state_dict_post_hook(self._after_load)
+            self._undo.append(handle.remove)
+        self._shadow_methods()
+
+    def _shadow_methods(self) -> None:
+        message = (
+            "This optimizer is driven by ssd_allreduce.DistributedOptimizer. Call {} on that one, or "
+            "call its close() to get this optimizer's own behaviour back."
+        )
+        methods = ("step", "synchronize") if self._horovod_wrapped else ("step",)
+        for method in methods:
+            refusal = message.format(method + "()")
+            self._undo.append(horovod.refusing(self.given, method, refusal))
+        if self._horovod_wrapped:
+            horovod.silence(self.given)
+            self._undo.append(lambda: horovod.restore(self.given))
+
+    def share_with(self, optimizer: Optimizer) -> None:
+        """Make an optimizer object hold the shared groups and state."""
+        optimizer.param_groups = self.groups
+        optimizer.state = self.state
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self.take_over(optimizer.param_groups, optimizer.state)
+        self.share_with(optimizer)
+        if self._horovod_wrapped:
+            horovod.silence(self.given)
+        self.on_load()
+
+    def take_over(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+        """Put loaded groups and state into the shared ones, so that every holder sees them."""
+        if groups is not self.groups:
+            for mine, loaded in zip(self.groups, groups, strict=True):
+                mine.clear()
+                mine.update(loaded)
+        if state is not self.state:
+            entries = {key: _owned(value) for key, value in state.items() if isinstance(key, Tensor)}
+            self.state.clear()
+            self.state.update(entries)
+        self._materialised = []
+
+    def step(self) -> None:
+        """One step of the user's own optimizer code on the model's parameters; runs no hooks."""
+        self._step(self.given)
+
+    def run_hooks(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the step hooks (``"pre"`` or ``"post"``) registered on the objects under the wrapper."""
+        for relative in self._relatives:
+            for hook in list(getattr(relative, f"_optimizer_step_{kind}_hooks").values()):
+                hook(relative, args, kwargs)
+
+    def mark_stepped(self) -> None:
+        """Tell schedulers attached to the objects under the wrapper that a step was made."""
+        for relative in self._relatives:
+            relative._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """The options that the optimizer's code reads from its groups."""
+        return tuple(self.given.defaults)
+
+    def materialise_state(self) -> None:
+        """Create the state that the first step would create, so that a broadcast finds it.
+
+        ``hvd.broadcast_optimizer_state`` sends what ``state_dict()`` holds; a rank with no momentum
+        yet would send nothing while another, resumed from a checkpoint, sends its own.
+        """
+        for group in self.groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad or group["momentum"] == 0:
+                    continue
+                if self.state[parameter].get(MOMENTUM) is None:
+                    self.state[parameter][MOMENTUM] = layout.zeros_like(parameter)
+                    self._materialised.append(parameter)
+
+    def discard_materialised_state(self) -> None:
+        """Drop created state that is still zero: the first step treats none otherwise than zero."""
+        for parameter in self._materialised:
+            entry = self.state.get(parameter, {})
+            if MOMENTUM in entry and not entry[MOMENTUM].any():
+                del self.state[parameter]
+        self._materialised = []
+
+    def release(self) -> None:
+        """Give the objects under the wrapper their own behaviour back."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+
+def _owned(value: Any) -> Any:
+    """A copy of loaded state: torch's loader shares tensors with the dictionary it was given."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _owned(item) for key, item in value.items()}
+    return value
+
+
+def _refuse_unsupported(kind: type[Optimizer], given: Optimizer) -> None:
+    if _unhooked(kind.step) is not _unhooked(torch.optim.SGD.step):
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} is not supported. Allowed: torch.optim.SGD with "
+            "momentum, dampening, weight decay, nesterov and maximize, and subclasses that keep its "
+            "step()."
+        )
+    if any(group.get("differentiable") for group in given.param_groups):
+        raise ValueError(
+            "differentiable=True is not supported: steps are made outside of autograd. Allowed: "
+            "differentiable=False."
+        )

@@ -1,0 +1,163 @@
+"""What a checkpoint holds beside the base optimizer's state, and how it is taken back.
+
+The entry lies in ``state_dict()["state"]`` under one key that is no parameter, where torch's loaders
+carry it along. Everything here is rank-local.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.schedule import Schedule, Stage
+
+if TYPE_CHECKING:
+    from ssd_allreduce.coordinator import Coordinator
+
+KEY = "ssd_allreduce"
+FORMAT = 1
+
+
+def global_entry(
+    names: Sequence[str], weights: Sequence[Tensor], schedule: Schedule, rank: int, size: int
+) -> dict[str, Any]:
+    """The part of an entry that serves any rank and world size."""
+    return {
+        "format": FORMAT,
+        "rank": rank,
+        "size": size,
+        "names": list(names),
+        "global_weights": [weight.detach() for weight in weights],
+        "schedule": schedule.state_dict(),
+        "settings": None,
+        "local": None,
+    }
+
+
+def export(coordinator: Coordinator) -> dict[str, Any]:
+    """The entry of one of several ranks. Waits for what this rank has in flight."""
+    coordinator.settle_in_flight()
+    entry = global_entry(
+        coordinator.parameters.names,
+        coordinator.global_model.current(),
+        coordinator.schedule,
+        coordinator.rank,
+        coordinator.size,
+    )
+    entry["settings"] = dict(coordinator.settings.describe())
+    if coordinator.global_model.weights is not None:
+        entry["local"] = {
+            "weights": [p.detach() for p in coordinator.parameters.tensors],
+            "rule": coordinator.rule.export_state(),
+            "period_steps": list(coordinator.period_steps),
+            "rows_since_sync": list(coordinator.rows_since_sync),
+            "control": coordinator.arrived_control,
+            **coordinator.reducer.export_accumulators(),
+        }
+    else:
+        entry["local"] = {"rule": coordinator.rule.export_state()}
+    return entry
+
+
+def check(entry: dict[str, Any], parameters: Parameters) -> None:
+    """Refuse an entry that was saved for other parameters.
+
+    Raises:
+        ValueError: the format, a name, a shape or a dtype differs.
+    """
+    if entry.get("format") != FORMAT:
+        raise ValueError(
+            f"The checkpoint's ssd_allreduce entry has format {entry.get('format')!r}; this version "
+            f"reads format {FORMAT}."
+        )
+    if entry["names"] != parameters.names:
+        odd = sorted(set(entry["names"]) ^ set(parameters.names)) or ["the same names in another order"]
+        raise ValueError(
+            f"The checkpoint holds {len(entry['names'])} parameters and the optimizer "
+            f"{len(parameters)}; they differ in {', '.join(odd[:5])}. Load it into the model and "
+            "optimizer that it was saved from."
+        )
+    triples = zip(parameters.names, parameters.tensors, entry["global_weights"], strict=True)
+    for name, parameter, saved in triples:
+        here = (tuple(parameter.shape), parameter.dtype)
+        there = (tuple(saved.shape), saved.dtype)
+        if here != there:
+            raise ValueError(
+                f"Parameter {name!r} is {here[0]} {here[1]} in the model and {there[0]} {there[1]} in "
+                "the checkpoint."
+            )
+
+
+def restore(coordinator: Coordinator, entry: dict[str, Any] | None) -> None:
+    """Take back what :func:`export` stored.
+
+    With this rank's own entry and the same settings, training goes on as if it had not stopped. With
+    another's, global weights and state are taken, and a new period begins.
+
+    Args:
+        coordinator: what to restore.
+        entry: a checked entry, or None for a checkpoint of plain training.
+    """
+    _discard_present_state(coordinator)
+    with torch.no_grad():
+        if entry is not None:
+            torch._foreach_copy_(coordinator.parameters.tensors, entry["global_weights"])
+            coordinator.schedule.load_progress(entry["schedule"])
+            _restore_delay_stage(coordinator, entry)
+    coordinator.after_load()
+
+
+def _discard_present_state(coordinator: Coordinator) -> None:
+    coordinator.settle_in_flight()
+    coordinator.global_model.weights = None
+    coordinator.needs_new_period = False
+    coordinator.start_new_period()
+
+
+def _restore_delay_stage(coordinator: Coordinator, entry: dict[str, Any]) -> None:
+    local = entry["local"]
+    own = (
+        entry["rank"] == coordinator.rank
+        and entry["size"] == coordinator.size
+        and entry["settings"] == dict(coordinator.settings.describe())
+    )
+    if coordinator.schedule.stage is Stage.DELAY and local is not None and "weights" in local:
+        coordinator.global_model.set_weights(entry["global_weights"])
+        coordinator.rule.seed(coordinator.global_model.momenta())
+    if own:
+        _restore_own(coordinator, local)
+        return
+    if local is not None and "corrections" in local["rule"] and coordinator.rule.corrections:
+        torch._foreach_copy_(coordinator.rule.corrections, local["rule"]["corrections"])
+    mid_period = coordinator.schedule.position > 0 or coordinator.schedule.in_flight
+    if mid_period or entry["size"] != coordinator.size:
+        warn_of_new_period(entry, coordinator.rank, coordinator.size)
+    coordinator.needs_new_period = mid_period
+    coordinator.schedule.restart_period()
+
+
+def _restore_own(coordinator: Coordinator, local: dict[str, Any]) -> None:
+    coordinator.rule.import_state(local["rule"])
+    if "weights" not in local:
+        return
+    torch._foreach_copy_(coordinator.parameters.tensors, local["weights"])
+    coordinator.period_steps = [(tuple(row), flag) for row, flag in local["period_steps"]]
+    coordinator.rows_since_sync = [tuple(row) for row in local["rows_since_sync"]]
+    control = local["control"]
+    coordinator.arrived_control = None if control is None else tuple(control)
+    coordinator.reducer.import_accumulators(local)
+
+
+def warn_of_new_period(entry: dict[str, Any], rank: int, size: int) -> None:
+    """Say that what the checkpoint holds of one rank's period is not used."""
+    warnings.warn(
+        f"The checkpoint was saved by rank {entry['rank']} of {entry['size']} and is loaded by rank "
+        f"{rank} of {size} (or with other settings): global weights and optimizer state are taken, and a "
+        "new period begins. Call flush() before saving to lose nothing.",
+        stacklevel=3,
+    )

@@ -1,0 +1,107 @@
+"""The numeric options of param groups (learning rate, momentum, ...) as flat rows of numbers.
+
+Schedulers change more than the learning rate, so every numeric option is remembered by value for each
+step, sent with the control row, and written back for the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Row: TypeAlias = tuple[float, ...]
+Groups: TypeAlias = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Place of one number: a group, an option, and for options that are tuples an element."""
+
+    group: int
+    option: str
+    element: int | None
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, bool | int | float)
+
+
+class GroupOptions:
+    """Reads, writes and names the numeric options of param groups in one fixed order.
+
+    Args:
+        groups: the optimizer's param groups.
+        option_names: options that the optimizer's own code reads (the keys of its ``defaults``); what
+            schedulers store beside them stays out.
+    """
+
+    def __init__(self, groups: Groups, option_names: Sequence[str]) -> None:
+        self._slots: list[_Slot] = []
+        for group_index, group in enumerate(groups):
+            for option in option_names:
+                value = group.get(option)
+                if _is_number(value):
+                    self._slots.append(_Slot(group_index, option, None))
+                elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+                    self._slots += [_Slot(group_index, option, i) for i in range(len(value))]
+        self._column = {(s.group, s.option): i for i, s in reversed(list(enumerate(self._slots)))}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def name(self, column: int) -> str:
+        """How messages call the option in a column."""
+        slot = self._slots[column]
+        element = "" if slot.element is None else f"[{slot.element}]"
+        return f"param_groups[{slot.group}][{slot.option!r}]{element}"
+
+    def read(self, groups: Groups) -> Row:
+        """The options' present values."""
+        values = []
+        for slot in self._slots:
+            value = groups[slot.group][slot.option]
+            values.append(float(value if slot.element is None else value[slot.element]))
+        return tuple(values)
+
+    def value(self, row: Row, group: int, option: str) -> float:
+        """One option's value in a row; 0 where the group has no such number."""
+        column = self._column.get((group, option))
+        return 0.0 if column is None else row[column]
+
+    @contextmanager
+    def written(self, groups: Groups, row: Row) -> Iterator[None]:
+        """The groups hold the row's values inside the context, and their own after it."""
+        if row == self.read(groups):
+            yield
+            return
+        before = [dict(group) for group in groups]
+        for slot, number in zip(self._slots, row, strict=True):
+            _write(groups[slot.group], slot, number)
+        try:
+            yield
+        finally:
+            for group, old in zip(groups, before, strict=True):
+                group.update(old)
+
+
+def _write(group: dict[str, Any], slot: _Slot, number: float) -> None:
+    old = group[slot.option]
+    if slot.element is None:
+        group[slot.option] = _like(old, number)
+        return
+    elements = list(old)
+    elements[slot.element] = _like(elements[slot.element], number)
+    group[slot.option] = type(old)(elements)
+
+
+def _like(old: Any, number: float) -> Any:
+    """The number in the type of the value that it stands in for."""
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, number)
+    return type(old)(number)

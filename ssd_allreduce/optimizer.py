@@ -1,0 +1,465 @@
+"""The optimizer that the user holds."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ssd_allreduce import checkpoint
+from ssd_allreduce.base_optimizer import BaseOptimizer, optimizers_sharing_groups
+from ssd_allreduce.communicators import horovod
+from ssd_allreduce.communicators.horovod import HorovodCommunicator
+from ssd_allreduce.communicators.protocol import Communicator
+from ssd_allreduce.coordinator import Coordinator
+from ssd_allreduce.errors import UsageError
+from ssd_allreduce.parameters import Parameters, name_parameters
+from ssd_allreduce.reducer import Reducer
+from ssd_allreduce.settings import check_backward_passes, check_settings
+from ssd_allreduce.single import SingleProcess
+from ssd_allreduce.statistics import Stats, StatsRecorder
+from ssd_allreduce.transport import Transport
+from ssd_allreduce.wire import NoCompression, WireFormat
+
+_instances: Counter[str] = Counter()
+"""Optimizers made so far on each engine: part of every tensor's name, equal on all ranks."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Several Steps Delay SGD: a local step at a time, with allreduce every ``delay_steps`` steps.
+
+    Wrap a Horovod optimizer (whose allreduce hooks are intercepted and whose options are honoured) or
+    a bare torch optimizer, and use it as you used that one. Construction does not communicate.
+
+    Args:
+        optimizer: result of ``hvd.DistributedOptimizer``, or a ``torch.optim.Optimizer``. Supported:
+            ``torch.optim.SGD`` with all its options.
+        delay_steps: steps in a period, k in the paper, at least 1. The gradient traffic shrinks by
+            this factor. Larger values hide slower networks and drift further; 4 to 16 are usual.
+        overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By
+            default ``delay_steps // 2``, which costs no visible accuracy. 0 waits at each sync point.
+        warmup_steps: steps of plain synchronous SGD at the start. Raise it where the first updates
+            are large; a few epochs' worth in the paper.
+        glu: rule of the local update (Global gradient for Local Update). ``"momentum"``: the base
+            optimizer's own update, its momentum seeded with the global one. ``"gradient"``:
+            ``w -= c lr (alpha g + beta s + wd w)`` with ``s`` the last global mean gradient.
+            ``"displacement"``: the same with ``s`` read off the last displacement of the global
+            weights, the paper's form. ``"none"``: local SGD.
+        alpha: weight of the local gradient in the last two-parameter rules; 1 by default.
+        beta: weight of the global gradient there; 0.5 by default. Smaller is more stable.
+        local_lr_scale: factor c on the local learning rate there; 1 by default.
+        issue: from which moment a gradient is final: ``"backward"`` (its hook, so that sending
+            overlaps the rest of backward) or ``"step"``. ``"step"`` is needed with a GradScaler,
+            gradient clipping, or any code that edits gradients.
+        named_parameters: pairs of name and parameter, for a bare optimizer. Ranks match tensors by
+            name. Not needed where the optimizer's groups hold ``param_names``.
+        backward_passes_per_step: backward passes before each ``step()``, for a bare optimizer.
+        compression: a Horovod compressor (``hvd.Compression.fp16``), for a bare optimizer.
+        process_set: the ``hvd.ProcessSet`` that trains together, for a bare optimizer.
+        communicator: an object with the methods of ``ssd_allreduce.communicators.Communicator``; by
+            default Horovod where it has been initialised, else one rank.
+        timeout: seconds that one wait for other ranks may last. Raise it where ranks pause for long
+            (evaluation on rank 0 alone).
+
+    Raises:
+        TypeError, ValueError: an option is not allowed; the message says what is.
+        UsageError: the optimizer is already wrapped, or cannot be wrapped now.
+
+    Source: SSD-SGD, ACM TACO 20(1), 2022, doi 10.1145/3563038, carried over from a parameter server
+    to allreduce.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        delay_steps: int = 4,
+        overlap_steps: int | None = None,
+        warmup_steps: int = 0,
+        glu: str = "momentum",
+        alpha: float | None = None,
+        beta: float | None = None,
+        local_lr_scale: float | None = None,
+        issue: str = "backward",
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        backward_passes_per_step: int | None = None,
+        compression: Any = None,
+        process_set: Any = None,
+        communicator: Communicator | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._closed = False
+        settings = check_settings(
+            delay_steps=delay_steps,
+            overlap_steps=overlap_steps,
+            warmup_steps=warmup_steps,
+            glu=glu,
+            alpha=alpha,
+            beta=beta,
+            local_lr_scale=local_lr_scale,
+            issue=issue,
+            timeout=timeout,
+        )
+        _refuse_wrong_optimizer(type(self), optimizer)
+        request = _read_request(
+            optimizer,
+            named_parameters=named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            compression=compression,
+            process_set=process_set,
+        )
+        engine = _choose_communicator(request, communicator)
+        parameters = Parameters(optimizer.param_groups, request.names)
+        self._base = BaseOptimizer(optimizer, _other_holders(optimizer))
+        self._constructing = True
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._constructing = False
+        self._base.share_with(self)
+        self._stats = StatsRecorder()
+        self._skip_synchronize = False
+        self._engine: Coordinator | SingleProcess
+        if engine is None:
+            self._engine = SingleProcess(parameters, self._base, warmup_steps, self._stats)
+        else:
+            _instances[engine.key] += 1
+            transport = Transport(engine, f"ssd.{_instances[engine.key]}", settings.timeout, self._stats)
+            reducer = Reducer(
+                parameters,
+                transport,
+                request.wire,
+                request.group_indices(parameters),
+                request.backward_passes_per_step,
+                request.sparse_as_dense,
+                settings.delay_steps,
+            )
+            self._engine = Coordinator(
+                parameters, self._base, settings, transport, reducer, request.wire, self._stats
+            )
+        self._base.on_load = self._engine.optimizer_state_loaded
+
+    # -- training loop ---------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step. Communicates in warm-up, at sync points and at the first step.
+
+        Args:
+            closure: computes the loss and its gradients; called once.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        self._refuse_if_closed("step()")
+        if self._skip_synchronize and self._engine.needs_synchronize:
+            raise UsageError(
+                "step() inside skip_synchronize() without synchronize() before it, in the warm-up "
+                "stage: every rank would go its own way. Call synchronize() first."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._base.run_hooks("pre", (), {})
+        with torch.no_grad():
+            contribute, scaler = self._unscale_own_gradients()
+            self._engine.step(contribute, scaler)
+        self._base.mark_stepped()
+        self._base.run_hooks("post", (), {})
+        return loss
+
+    def _unscale_own_gradients(self) -> tuple[bool, bool]:
+        """Follow torch's protocol for optimizers that handle a GradScaler's scale themselves.
+
+        Returns:
+            Whether this rank's gradients are finite, and whether a scaler is in use.
+        """
+        if not hasattr(self, "found_inf"):
+            return True, False
+        # Without any gradient, the scaler passes the int 0; after unscale_(), no scale.
+        finite = float(self.found_inf) == 0.0
+        scale = getattr(self, "grad_scale", None)
+        already_sent = isinstance(self._engine, Coordinator) and self._engine.reducer.handed_over
+        if scale is not None and finite and not already_sent:
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / float(scale))
+        return finite, True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, as torch does.
+
+        Raises:
+            UsageError: hooks have already sent gradients of this step.
+        """
+        self._engine.refuse_zero_grad()
+        super().zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """As Horovod's. In warm-up (and with ``delay_steps=1``): collective; ``p.grad`` becomes the
+        global mean, and ``step()`` uses it as you leave it. In the delay stage: sends nothing, leaves
+        the local gradient, and from then on gradients are final only at ``step()``. Calling it twice
+        does nothing more.
+        """
+        self._refuse_if_closed("synchronize()")
+        with torch.no_grad():
+            self._engine.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """As Horovod's: around a ``step()`` whose ``synchronize()`` has been called already."""
+        self._skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._skip_synchronize = False
+
+    def flush(self) -> None:
+        """Collective. Complete what is in flight and sync the partial period: ``w == W`` everywhere.
+
+        Ranks may have made different numbers of steps: those with fewer take part in the others' sync
+        points without contributing, until all ranks flush. Call it on all ranks at the end of an
+        epoch, before saving, and at the end of training.
+        """
+        self._refuse_if_closed("flush()")
+        with torch.no_grad():
+            self._engine.flush()
+
+    def adopt_weights(self) -> None:
+        """Collective. Make the model's present weights the global ones, and begin a new period.
+
+        For weights that something else has changed, alike on all ranks (``load_state_dict``, a
+        broadcast, ``clamp_``). The partial period is dropped; the optimizer's state stays.
+
+        Edits through ``.data`` cannot be noticed: call this after them too.
+
+        Raises:
+            RankMismatchError: weights or progress differ between ranks.
+        """
+        self._refuse_if_closed("adopt_weights()")
+        with torch.no_grad():
+            self._engine.adopt_weights()
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """The model holds the global weights inside the context. Rank-local, no communication.
+
+        For evaluation and for saving ``model.state_dict()``; may be entered on rank 0 alone. Values
+        are copied, so that parameters keep their memory. ``backward()`` and ``step()`` are refused
+        inside.
+        """
+        self._refuse_if_closed("global_weights()")
+        with self._engine.holding_global_weights():
+            yield
+
+    def stats(self) -> Stats:
+        """Counters of this rank so far. Rank-local, no communication."""
+        return self._stats.snapshot()
+
+    def close(self) -> None:
+        """Remove the hooks, and give a Horovod-wrapped optimizer its own behaviour back. Rank-local.
+
+        The model keeps its local weights: call :meth:`flush` first to make them equal on all ranks.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.close()
+        self._base.release()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's state, and what this package adds. Rank-local, no communication.
+
+        Per-parameter tensors are the live ones, as in torch. Waits for this rank's own operations in
+        flight. The model's ``state_dict()`` holds global weights only inside :meth:`global_weights`.
+        """
+        with torch.no_grad():
+            if isinstance(self._engine, SingleProcess):
+                entry = self._engine.export_checkpoint()
+            else:
+                self._refuse_between_backward_and_step("state_dict()")
+                if self._engine.schedule.events == 0 and self._engine.schedule.position == 0:
+                    self._base.materialise_state()
+                entry = checkpoint.export(self._engine)
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"][checkpoint.KEY] = entry
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of the base optimizer. Rank-local.
+
+        The model's weights are set too. Ranks are compared at the next ``step()``. A state dict of
+        another rank or world size gives global weights and state, and begins a new period.
+
+        Raises:
+            ValueError: it belongs to other parameters; nothing has been changed.
+        """
+        self._refuse_if_closed("load_state_dict()")
+        state = dict(state_dict["state"])
+        entry = state.pop(checkpoint.KEY, None)
+        if isinstance(self._engine, Coordinator):
+            self._refuse_between_backward_and_step("load_state_dict()")
+        if entry is not None:
+            checkpoint.check(entry, self._engine.parameters)
+        super().load_state_dict({**state_dict, "state": state})
+        self._base.take_over(self.param_groups, self.state)
+        self._base.share_with(self)
+        if isinstance(self._engine, SingleProcess):
+            self._engine.load_checkpoint(entry)
+        else:
+            checkpoint.restore(self._engine, entry)
+
+    def _refuse_between_backward_and_step(self, call: str) -> None:
+        if isinstance(self._engine, Coordinator) and self._engine.reducer.handed_over:
+            raise UsageError(
+                f"{call} between backward() and step() at a sync point: the hooks have already sent "
+                "gradients of the step. Call it after step()."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "An ssd_allreduce optimizer cannot be copied or pickled: hooks and operations in flight "
+            "belong to this process. Copy or save its state_dict()."
+        )
+
+    # -- being an optimizer ----------------------------------------------------------------------
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given to the constructor."""
+        return self._base.given
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: ranks agree on the tensors once."""
+        if not self._constructing:
+            raise UsageError(
+                "add_param_group() after wrapping is not supported: ranks agreed on the tensors that "
+                "they exchange. flush(), close(), add the group to the base optimizer, and wrap anew."
+            )
+        super().add_param_group(param_group)
+
+    def _refuse_if_closed(self, call: str) -> None:
+        if self._closed:
+            raise UsageError(f"{call} after close(). Wrap the base optimizer anew.")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user wants, wherever it was said: to Horovod's wrapper or to this one."""
+
+    names: dict[Tensor, str]
+    wire: WireFormat
+    groups: list[tuple[Tensor, ...]] | None
+    process_set: Any
+    backward_passes_per_step: int
+    sparse_as_dense: bool
+    horovod_wrapped: bool
+
+    def group_indices(self, parameters: Parameters) -> list[tuple[int, ...]] | None:
+        """The groups as positions in the list of parameters."""
+        if self.groups is None:
+            return None
+        return [tuple(parameters.index_of[p] for p in group) for group in self.groups if group]
+
+
+def _read_request(optimizer: torch.optim.Optimizer, **given: Any) -> _Request:
+    if horovod.is_wrapped(optimizer):
+        return _read_wrapped_request(optimizer, given)
+    passes = given["backward_passes_per_step"]
+    compression = NoCompression if given["compression"] is None else given["compression"]
+    for method in ("compress", "decompress"):
+        if not callable(getattr(compression, method, None)):
+            raise TypeError(
+                f"compression={compression!r} has no method {method}(). Allowed: hvd.Compression.none, "
+                "hvd.Compression.fp16, or an object with compress() and decompress()."
+            )
+    return _Request(
+        names=name_parameters(optimizer.param_groups, given["named_parameters"]),
+        wire=WireFormat(compression=compression),
+        groups=None,
+        process_set=given["process_set"],
+        backward_passes_per_step=1 if passes is None else check_backward_passes(passes),
+        sparse_as_dense=False,
+        horovod_wrapped=False,
+    )
+
+
+def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> _Request:
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} given for an optimizer that Horovod has wrapped. Give it to "
+            "hvd.DistributedOptimizer, whose options are honoured."
+        )
+    options = horovod.read_wrapped(optimizer)
+    return _Request(
+        names=options.names,
+        wire=WireFormat(options.op, options.predivide, options.compression, options.groups is not None),
+        groups=options.groups,
+        process_set=options.process_set,
+        backward_passes_per_step=options.backward_passes_per_step,
+        sparse_as_dense=options.sparse_as_dense,
+        horovod_wrapped=True,
+    )
+
+
+def _choose_communicator(request: _Request, communicator: Communicator | None) -> Communicator | None:
+    """The engine, or None for one rank."""
+    if communicator is not None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(
+                f"communicator={communicator!r} lacks methods of ssd_allreduce.communicators."
+                "Communicator. Allowed: None, ssd_allreduce.Loopback(size), or such an object."
+            )
+        return communicator if communicator.size > 1 else None
+    if not horovod.horovod_is_running():
+        return None
+    if request.horovod_wrapped and not request.process_set.included():
+        return None
+    chosen = HorovodCommunicator(request.process_set)
+    return chosen if chosen.size > 1 else None
+
+
+def _refuse_wrong_optimizer(kind: type, optimizer: object) -> None:
+    if "_allreduce_grad_async" in kind.__dict__:
+        raise TypeError(
+            "hvd.DistributedOptimizer cannot wrap an ssd_allreduce optimizer. Wrap the other way "
+            "round: ssd_allreduce.DistributedOptimizer(hvd.DistributedOptimizer(...))."
+        )
+    if isinstance(optimizer, DistributedOptimizer):
+        raise UsageError(
+            "The optimizer is already an ssd_allreduce.DistributedOptimizer; wrapping it twice would "
+            "delay twice. Wrap the base optimizer once."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Allowed: a torch.optim.Optimizer, bare or "
+            "wrapped by hvd.DistributedOptimizer."
+        )
+
+
+def _other_holders(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Optimizers that share the groups; a live wrapper of ours among them is an error."""
+    holders = optimizers_sharing_groups(optimizer)
+    if any(_is_live_wrapper(holder) for holder in holders):
+        # It may be garbage that has not been collected yet.
+        holders = []
+        gc.collect()
+        holders = optimizers_sharing_groups(optimizer)
+    if any(_is_live_wrapper(holder) for holder in holders):
+        raise UsageError(
+            "The optimizer is already wrapped by an ssd_allreduce.DistributedOptimizer that is still in "
+            "use. Call its close() first."
+        )
+    return [holder for holder in holders if not isinstance(holder, DistributedOptimizer)]
+
+
+def _is_live_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, DistributedOptimizer) and not optimizer._closed

@@ -1,0 +1,155 @@
+"""The parameters being trained, under their names, and how they are batched for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssd_allreduce import layout
+from ssd_allreduce.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters that one kernel call can serve: one param group, one dtype, one device.
+
+    Attributes:
+        group: index of the param group.
+        indices: positions in :attr:`Parameters.tensors`.
+    """
+
+    group: int
+    indices: tuple[int, ...]
+
+
+class Parameters:
+    """The trainable parameters of an optimizer, in the order of its param groups.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        names: name of each parameter.
+
+    Raises:
+        TypeError: a parameter has a dtype that cannot be trained.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str]) -> None:
+        self.tensors: list[Tensor] = []
+        self.names: list[str] = []
+        self.group_of: list[int] = []
+        self.frozen: list[Tensor] = []
+        self._frozen_names: list[str] = []
+        for group_index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    self.frozen.append(parameter)
+                    self._frozen_names.append(names[parameter])
+                    continue
+                _refuse_untrainable(names[parameter], parameter)
+                self.tensors.append(parameter)
+                self.names.append(names[parameter])
+                self.group_of.append(group_index)
+        self.index_of = {parameter: index for index, parameter in enumerate(self.tensors)}
+        self.batches = self._make_batches()
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def _make_batches(self) -> list[Batch]:
+        batches: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+        for index, (parameter, group) in enumerate(zip(self.tensors, self.group_of, strict=True)):
+            key = (group, parameter.dtype, parameter.device)
+            batches.setdefault(key, []).append(index)
+        return [Batch(key[0], tuple(indices)) for key, indices in batches.items()]
+
+    def refuse_unfrozen(self) -> None:
+        """Raise if a parameter that was frozen at the first step has become trainable."""
+        for parameter, name in zip(self.frozen, self._frozen_names, strict=True):
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"Parameter {name!r} was frozen (requires_grad=False) at the first step() and is "
+                    "trainable now. Ranks agreed on the tensors they exchange at the first step. "
+                    "Unfreeze before it, or flush(), close() and wrap the optimizer anew."
+                )
+
+    def new_accumulators(self) -> list[Tensor]:
+        """Uninitialised tensors laid out like the parameters, float32 at least."""
+        return [layout.empty_like(p, layout.compute_dtype(p.dtype)) for p in self.tensors]
+
+
+def _refuse_untrainable(name: str, parameter: Tensor) -> None:
+    if not parameter.dtype.is_floating_point:
+        raise TypeError(
+            f"Parameter {name!r} has dtype {parameter.dtype}. Allowed: float16, bfloat16, float32 and "
+            "float64. Keep complex parameters as pairs of real ones (torch.view_as_real)."
+        )
+    if parameter.layout != torch.strided:
+        raise TypeError(
+            f"Parameter {name!r} has layout {parameter.layout}. Only strided (dense) parameters can "
+            "be trained; convert it with to_dense()."
+        )
+
+
+def name_parameters(
+    groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """Names from ``named_parameters``, else from the ``param_names`` that torch keeps in the groups.
+
+    Raises:
+        ValueError: names are missing or used twice.
+        TypeError: ``named_parameters`` is no sequence of (name, parameter) pairs.
+    """
+    if named_parameters is not None:
+        pairs = _checked_pairs(named_parameters)
+    else:
+        pairs = [
+            pair
+            for group in groups
+            for pair in zip(group.get("param_names", ()), group["params"], strict=False)
+        ]
+    _refuse_duplicates([name for name, _ in pairs])
+    names = {parameter: name for name, parameter in pairs}
+    missing = [
+        f"param_groups[{group_index}]['params'][{index}] of shape {tuple(parameter.shape)}"
+        for group_index, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter not in names
+    ]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} parameters of the optimizer have no name: {', '.join(missing[:5])}. Ranks "
+            "match tensors by name. Pass named_parameters=model.named_parameters() with every "
+            "parameter that the optimizer trains."
+        )
+    return names
+
+
+def _checked_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
+    pairs = list(named_parameters)
+    for pair in pairs:
+        valid = (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], Tensor)
+        )
+        if not valid:
+            raise TypeError(
+                f"named_parameters must yield (name, parameter) pairs, got {pair!r:.80}. Pass "
+                "model.named_parameters()."
+            )
+    return pairs
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    seen: set[str] = set()
+    twice = sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if twice:
+        raise ValueError(
+            f"Parameter names must be unique; used more than once: {', '.join(twice[:5])}. When "
+            "several models share the optimizer, prefix the names of each."
+        )

@@ -1,0 +1,392 @@
+"""Per-tensor hooks, accumulators, and what is in flight.
+
+In each step the hooks are armed in one of three ways: silent; handing over each gradient as it becomes
+final (warm-up); adding it to the accumulator and handing that over (sync points of the delay stage).
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssd_allreduce import layout, ops
+from ssd_allreduce.communicators.protocol import ReduceOp
+from ssd_allreduce.errors import BackwardPassesError, UsageError
+from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.transport import Pending, Transport
+from ssd_allreduce.wire import WireFormat
+
+
+class HookMode(enum.Enum):
+    """What a hook does when its gradient is final."""
+
+    SILENT = enum.auto()
+    REDUCE_GRADIENT = enum.auto()
+    REDUCE_ACCUMULATOR = enum.auto()
+
+
+@dataclass(frozen=True)
+class _Wired:
+    """One tensor on the wire: what travels, how to undo its compression, and where it goes back."""
+
+    travelling: Tensor
+    context: Any
+    destination: Tensor
+
+
+@dataclass
+class _Unit:
+    """Tensors that are reduced as one operation."""
+
+    name: str
+    indices: tuple[int, ...]
+    ready: int = 0
+    pending: Pending | None = None
+    wired: list[_Wired] = field(default_factory=list)
+
+
+@dataclass
+class _Handed:
+    """What a gradient was when its hook handed it over."""
+
+    gradient: Tensor
+    version: int
+    checksum: Tensor | None
+
+
+class Reducer:
+    """Collects gradients from hooks and reduces them.
+
+    Args:
+        parameters: the trained parameters.
+        transport: access to the engine.
+        wire: how gradients travel.
+        groups: indices reduced together, or None for one operation a tensor.
+        passes: backward passes that make a step's gradient final.
+        sparse_as_dense: make sparse gradients dense instead of refusing them.
+        period: steps whose sum may travel, for the scale of compressed sums.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        transport: Transport,
+        wire: WireFormat,
+        groups: Sequence[tuple[int, ...]] | None,
+        passes: int,
+        sparse_as_dense: bool,
+        period: int,
+    ) -> None:
+        self._parameters = parameters
+        self._transport = transport
+        self._wire = wire
+        self._announced = passes
+        self._sparse_as_dense = sparse_as_dense
+        self._compression_scale = float(period) if wire.compresses else 1.0
+        members = groups if groups is not None else [(i,) for i in range(len(parameters))]
+        self._units = [_Unit(parameters.names[indices[0]], indices) for indices in members]
+        self._unit_of = {index: unit for unit in self._units for index in unit.indices}
+        self.mode = HookMode.SILENT
+        self.count_passes = True
+        self.forbidden: str | None = None
+        """Why no backward may run now, for the hooks to say."""
+        self._passes = [0] * len(parameters)
+        self._handed: dict[int, _Handed] = {}
+        self._accumulators: list[Tensor] | None = None
+        self._spare: list[Tensor] | None = None
+        self.accumulators_empty = True
+        self._travelling: list[Tensor] | None = None
+        self._control: list[Pending] = []
+        self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def _attach(self, index: int, parameter: Tensor) -> Any:
+        # The parameter keeps its hook alive, and must not keep a dropped optimizer alive with it.
+        me = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._on_gradient(index, parameter)
+
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if self.forbidden is not None:
+            raise UsageError(self.forbidden)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            gradient = self._make_dense(index, parameter)
+        if not self.count_passes:
+            return
+        self._passes[index] += 1
+        if self._passes[index] > self._announced:
+            raise BackwardPassesError(
+                f"Parameter {self._parameters.names[index]!r} has received gradients from "
+                f"{self._passes[index]} backward passes since the last step(), and "
+                f"{self._announced} were announced. Announce them with backward_passes_per_step=, "
+                "or pass issue='step' so that a gradient is final only at step()."
+            )
+        if self._passes[index] == self._announced and self.mode is not HookMode.SILENT:
+            with torch.no_grad():
+                self._on_final_gradient(index, gradient)
+
+    def _make_dense(self, index: int, parameter: Tensor) -> Tensor:
+        if not self._sparse_as_dense:
+            raise TypeError(
+                f"The gradient of parameter {self._parameters.names[index]!r} is sparse "
+                f"({parameter.grad.layout if parameter.grad is not None else None}); accumulated "
+                "gradients travel as dense tensors. Allowed: dense gradients. Build the layer with "
+                "sparse=False, or wrap with hvd.DistributedOptimizer(..., sparse_as_dense=True)."
+            )
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.to_dense()
+        return parameter.grad
+
+    def _on_final_gradient(self, index: int, gradient: Tensor) -> None:
+        if gradient.requires_grad:
+            raise UsageError(
+                f"The gradient of parameter {self._parameters.names[index]!r} has a graph of its own "
+                "(backward with create_graph=True) and cannot be reduced from its hook. Pass "
+                "issue='step' and detach it before step()."
+            )
+        unit = self._unit_of[index]
+        if self.mode is HookMode.REDUCE_GRADIENT:
+            self._handed[index] = _Handed(gradient, gradient._version, None)
+        else:
+            accumulator = self.accumulators[index]
+            ops.accumulate_([accumulator], [gradient], overwrite=self.accumulators_empty)
+            checksum = ops.checksum([gradient])
+            self._handed[index] = _Handed(gradient, gradient._version, checksum)
+        unit.ready += 1
+        if unit.ready == len(unit.indices):
+            if self.mode is HookMode.REDUCE_GRADIENT:
+                self._start(unit, self._wire_gradient, self._wire.op, "gradient")
+            else:
+                self._start(unit, self._wire_accumulator, ReduceOp.SUM, "accumulated")
+
+    # -- the step's gradients --------------------------------------------------------------------
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether hooks have taken any gradient of this step."""
+        return bool(self._handed)
+
+    @property
+    def accumulated_by_hooks(self) -> frozenset[int]:
+        """Indices of the tensors whose gradient of this step is already in the accumulator."""
+        if self.mode is not HookMode.REDUCE_ACCUMULATOR:
+            return frozenset()
+        return frozenset(self._handed)
+
+    def forget_passes(self) -> None:
+        """Start counting backward passes anew: gradients have been zeroed, or a step was made."""
+        if any(self._passes):
+            self._passes = [0] * len(self._passes)
+
+    def begin_step(self) -> None:
+        """Forget what the hooks recorded of the step that has ended."""
+        self.forget_passes()
+        self._handed = {}
+        for unit in self._units:
+            unit.ready = 0
+
+    def changed_gradients(self) -> list[str]:
+        """Names of the parameters whose gradient changed after its hook had handed it over.
+
+        Identity catches a replaced gradient. Version counters miss ``unscale_`` and writes through
+        ``.data``, so at sync points the bits are compared; in warm-up the engine itself writes into
+        the gradient, and the version counter is all there is.
+        """
+        changed: list[int] = []
+        compare: list[int] = []
+        for index, handed in self._handed.items():
+            gradient = self._parameters.tensors[index].grad
+            if gradient is not handed.gradient:
+                changed.append(index)
+            elif handed.checksum is not None:
+                compare.append(index)
+            elif gradient._version != handed.version:
+                changed.append(index)
+        if compare:
+            now = ops.checksum([self._handed[index].gradient for index in compare]).tolist()
+            before = [int(self._handed[index].checksum) for index in compare]  # type: ignore[arg-type]
+            changed += [i for i, a, b in zip(compare, now, before, strict=True) if a != b]
+        return [self._parameters.names[index] for index in sorted(changed)]
+
+    # -- warm-up: gradients travel ---------------------------------------------------------------
+
+    def reduce_gradients(self, contribute: bool) -> None:
+        """Hand over every gradient that the hooks have not. Collective.
+
+        Args:
+            contribute: whether the gradients count; if not, they are replaced by zeros.
+        """
+        for unit in self._units:
+            if unit.pending is not None:
+                continue
+            for index in unit.indices:
+                parameter = self._parameters.tensors[index]
+                if parameter.grad is None:
+                    parameter.grad = layout.zeros_like(parameter)
+                elif not contribute:
+                    parameter.grad.zero_()
+                elif parameter.grad.layout is not torch.strided:
+                    self._make_dense(index, parameter)
+            self._start(unit, self._wire_gradient, self._wire.op, "gradient")
+
+    def finish_gradients(self) -> None:
+        """Wait until every parameter's ``grad`` holds the reduced gradient."""
+        self._finish_units()
+        for unit in self._units:
+            for index, wired in zip(unit.indices, unit.wired, strict=True):
+                result = self._wire.compression.decompress(wired.travelling, wired.context)
+                if result is not wired.destination:
+                    wired.destination.copy_(result.view(wired.destination.shape))
+                gradient = self._parameters.tensors[index].grad
+                assert gradient is not None
+                if gradient.data_ptr() != wired.destination.data_ptr():
+                    gradient.copy_(_shaped(wired.destination, self._parameters.tensors[index]))
+        self._clear_units()
+        # What follows may edit the reduced gradients; the hooks' records are of the local ones.
+        self._handed = {}
+
+    def _wire_gradient(self, index: int) -> _Wired:
+        parameter = self._parameters.tensors[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        flat = _flat(layout.matched(gradient, parameter))
+        supported = flat.dtype in self._transport.communicator.capabilities.dtypes
+        travelling, context = self._wire.compression.compress(flat if supported else flat.float())
+        return _Wired(travelling, context, flat)
+
+    # -- delay stage: accumulators travel --------------------------------------------------------
+
+    @property
+    def accumulators(self) -> list[Tensor]:
+        """Where this period's gradients are summed; garbage while :attr:`accumulators_empty`."""
+        if self._accumulators is None:
+            self._accumulators = self._spare or self._parameters.new_accumulators()
+            self._spare = None
+            self.accumulators_empty = True
+        return self._accumulators
+
+    def mark_accumulated(self) -> None:
+        """Record that the accumulators hold at least one gradient."""
+        self.accumulators_empty = False
+
+    def reduce_accumulators(self) -> None:
+        """Hand over every accumulator that the hooks have not, and begin new ones. Collective."""
+        if self.accumulators_empty and not self._handed:
+            torch._foreach_zero_(self.accumulators)
+        for unit in self._units:
+            if unit.pending is None:
+                self._start(unit, self._wire_accumulator, ReduceOp.SUM, "accumulated")
+        self._travelling, self._accumulators = self.accumulators, None
+        self.accumulators_empty = True
+
+    def finish_accumulators(self) -> list[Tensor]:
+        """Wait for the sums over all ranks, in the parameters' layouts. May be called repeatedly."""
+        assert self._travelling is not None
+        self._finish_units()
+        for unit in self._units:
+            for wired in unit.wired:
+                result = self._wire.compression.decompress(wired.travelling, wired.context)
+                if result is not wired.destination:
+                    wired.destination.copy_(result).mul_(self._compression_scale)
+        self._clear_units()
+        return self._travelling
+
+    def release_sums(self) -> None:
+        """The sums have been used; their memory serves the next period."""
+        self._spare, self._travelling = self._travelling, None
+
+    def _wire_accumulator(self, index: int) -> _Wired:
+        flat = _flat(self.accumulators[index])
+        # A sum of k half-precision gradients overflows where one does not.
+        scaled = flat / self._compression_scale if self._compression_scale != 1.0 else flat
+        travelling, context = self._wire.compression.compress(scaled)
+        return _Wired(travelling, context, flat)
+
+    def drop_period(self) -> None:
+        """Forget accumulated gradients. What is in flight must have been finished."""
+        self.accumulators_empty = True
+        if self._travelling is not None:
+            self.release_sums()
+
+    def export_accumulators(self) -> dict[str, list[Tensor] | None]:
+        """Partial sums and arrived sums, for a checkpoint. Waits for what is in flight."""
+        arrived = self.finish_accumulators() if self._travelling is not None else None
+        return {
+            "accumulators": None if self.accumulators_empty else self._accumulators,
+            "arrived_sums": arrived,
+        }
+
+    def import_accumulators(self, state: dict[str, list[Tensor] | None]) -> None:
+        """Undo :meth:`export_accumulators`."""
+        self.drop_period()
+        partial, arrived = state["accumulators"], state["arrived_sums"]
+        if partial is not None:
+            torch._foreach_copy_(self.accumulators, partial)
+            self.mark_accumulated()
+        if arrived is not None:
+            self._travelling = self._parameters.new_accumulators()
+            torch._foreach_copy_(self._travelling, arrived)
+
+    # -- control row -----------------------------------------------------------------------------
+
+    def send_control(self, sums: Tensor, extremes: Tensor) -> None:
+        """Start the two short allreduces of the control row. Collective."""
+        assert not self._control
+        self._control = [
+            self._transport.start([sums], "control.sum", ReduceOp.SUM),
+            self._transport.start([extremes], "control.max", ReduceOp.MAX),
+        ]
+
+    def finish_control(self) -> tuple[Tensor, Tensor]:
+        """Wait for the control row; returns the two reduced vectors."""
+        self._transport.finish(self._control)
+        sums, extremes = (pending.tensors[0] for pending in self._control)
+        self._control = []
+        return sums, extremes
+
+    # -- units -----------------------------------------------------------------------------------
+
+    def _start(self, unit: _Unit, wire: Callable[[int], _Wired], op: ReduceOp, suffix: str) -> None:
+        unit.wired = [wire(index) for index in unit.indices]
+        prescale, postscale = self._wire.factors
+        tensors = [wired.travelling for wired in unit.wired]
+        unit.pending = self._transport.start(tensors, f"{unit.name}.{suffix}", op, prescale, postscale)
+
+    def _finish_units(self) -> None:
+        self._transport.finish([u.pending for u in self._units if u.pending is not None])
+
+    def _clear_units(self) -> None:
+        for unit in self._units:
+            unit.pending = None
+            unit.wired = []
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return layout.flat_view(tensor) if layout.is_dense(tensor) else tensor.contiguous()
+
+
+def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A flat run of memory seen in the shape and layout of the parameter that it was made for."""
+    if flat.shape == parameter.shape:
+        return flat
+    return flat.as_strided(parameter.shape, layout.empty_like(parameter).stride())

@@ -1,0 +1,134 @@
+"""The options of the algorithm, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Glu = Literal["momentum", "gradient", "displacement", "none"]
+Issue = Literal["backward", "step"]
+
+_CORRECTED_RULES = ("gradient", "displacement")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked options; see :class:`ssd_allreduce.DistributedOptimizer` for what each means."""
+
+    delay_steps: int
+    overlap_steps: int
+    warmup_steps: int
+    glu: Glu
+    alpha: float
+    beta: float
+    local_lr_scale: float
+    issue: Issue
+    timeout: float
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Name and value of every option on which ranks must agree."""
+        agreed = (
+            "delay_steps",
+            "overlap_steps",
+            "warmup_steps",
+            "glu",
+            "alpha",
+            "beta",
+            "local_lr_scale",
+        )
+        return [(name, repr(getattr(self, name))) for name in agreed]
+
+
+def check_settings(
+    *,
+    delay_steps: int,
+    overlap_steps: int | None,
+    warmup_steps: int,
+    glu: str,
+    alpha: float | None,
+    beta: float | None,
+    local_lr_scale: float | None,
+    issue: str,
+    timeout: float,
+) -> Settings:
+    """Validate user options together and fill in defaults.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has a value outside its range; the message names the range.
+    """
+    delay_steps = _integer("delay_steps", delay_steps, minimum=1)
+    if overlap_steps is None:
+        overlap_steps = delay_steps // 2
+    overlap_steps = _integer("overlap_steps", overlap_steps, minimum=0)
+    if overlap_steps >= delay_steps:
+        raise ValueError(
+            f"overlap_steps={overlap_steps} must be smaller than delay_steps={delay_steps}: the "
+            "allreduce of one period has to be complete before the next one is issued. Allowed: "
+            f"0 to {delay_steps - 1}; delay_steps // 2 is a good start."
+        )
+    _choice("glu", glu, get_args(Glu))
+    _choice("issue", issue, get_args(Issue))
+    _refuse_unused_correction(glu, alpha=alpha, beta=beta, local_lr_scale=local_lr_scale)
+    scale = 1.0 if local_lr_scale is None else _real("local_lr_scale", local_lr_scale)
+    if scale <= 0.0:
+        raise ValueError(f"local_lr_scale={local_lr_scale} must be greater than 0.")
+    timeout = _real("timeout", timeout)
+    if timeout <= 0.0:
+        raise ValueError(f"timeout={timeout} must be a number of seconds greater than 0.")
+    return Settings(
+        delay_steps=delay_steps,
+        overlap_steps=overlap_steps,
+        warmup_steps=_integer("warmup_steps", warmup_steps, minimum=0),
+        glu=glu,  # type: ignore[arg-type]
+        alpha=1.0 if alpha is None else _non_negative("alpha", alpha),
+        beta=0.5 if beta is None else _non_negative("beta", beta),
+        local_lr_scale=scale,
+        issue=issue,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+
+
+def check_backward_passes(value: int) -> int:
+    """``backward_passes_per_step`` as a checked integer of at least 1."""
+    return _integer("backward_passes_per_step", value, minimum=1)
+
+
+def _refuse_unused_correction(glu: str, **options: float | None) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given and glu not in _CORRECTED_RULES:
+        raise ValueError(
+            f"{', '.join(given)} given with glu={glu!r}, which does not use it. Leave it out, or "
+            f"choose glu from {_CORRECTED_RULES}."
+        )
+
+
+def _integer(name: str, value: int, minimum: int) -> int:
+    # bool is an int in Python, and True would silently mean 1.
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} must be an integer of at least {minimum}.")
+    number = value.__index__()
+    if number < minimum:
+        raise ValueError(f"{name}={number} must be an integer of at least {minimum}.")
+    return number
+
+
+def _real(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} must be a finite number.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be a finite number.")
+    return float(value)
+
+
+def _non_negative(name: str, value: float) -> float:
+    number = _real(name, value)
+    if number < 0.0:
+        raise ValueError(f"{name}={value} must be at least 0.")
+    return number
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, allowed))}.")

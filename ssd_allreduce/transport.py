@@ -1,0 +1,91 @@
+"""Starting operations on the engine and waiting for them, never without bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ssd_allreduce.communicators.protocol import Communicator, Handle, ReduceOp
+from ssd_allreduce.errors import CommunicationTimeoutError
+from ssd_allreduce.statistics import StatsRecorder
+
+
+@dataclass
+class Pending:
+    """An operation in flight: its name for messages, its handle, and the tensors it keeps alive."""
+
+    name: str
+    handle: Handle
+    tensors: Sequence[Tensor]
+
+
+class Transport:
+    """One optimizer's access to the engine.
+
+    Args:
+        communicator: the engine.
+        prefix: put before every operation's name; unique to the optimizer, equal on all ranks.
+        timeout: seconds that one wait may last.
+        stats: where bytes and waiting are counted.
+    """
+
+    def __init__(self, communicator: Communicator, prefix: str, timeout: float, stats: StatsRecorder) -> None:
+        self.communicator = communicator
+        self.progress: Callable[[], str] = lambda: "no step has been made"
+        self._prefix = prefix
+        self._timeout = timeout
+        self._stats = stats
+
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Pending:
+        """Hand contiguous tensors to allreduce, in place."""
+        handle = self.communicator.allreduce_async(tensors, f"{self._prefix}.{name}", op, prescale, postscale)
+        self._stats.sent(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        return Pending(name, handle, tensors)
+
+    def finish(self, pending: Sequence[Pending]) -> None:
+        """Wait for operations.
+
+        Raises:
+            CommunicationTimeoutError: they were not done in time. The engine has been shut down, so
+                that the other ranks end too.
+            CommunicationError: the engine failed.
+        """
+        began = time.monotonic()
+        deadline = began + self._timeout
+        try:
+            for operation in pending:
+                remaining = max(0.0, deadline - time.monotonic())
+                self.communicator.wait(operation.handle, remaining)
+        except TimeoutError:
+            error = self._timeout_error(pending)
+            self.communicator.abort()
+            raise error from None
+        finally:
+            self._stats.waited(time.monotonic() - began)
+
+    def reduce_now(self, tensor: Tensor, name: str, op: ReduceOp) -> Tensor:
+        """Allreduce one vector and wait for it. Collective."""
+        self.finish([self.start([tensor], name, op)])
+        return tensor
+
+    def _timeout_error(self, pending: Sequence[Pending]) -> CommunicationTimeoutError:
+        communicator = self.communicator
+        waiting = [p.name for p in pending if not communicator.poll(p.handle)]
+        names = ", ".join(waiting[:5]) + (", ..." if len(waiting) > 5 else "")
+        return CommunicationTimeoutError(
+            f"Rank {communicator.rank} of {communicator.size} waited {self._timeout:g} seconds for the "
+            f"allreduce of {len(waiting)} tensors ({names}). {self.progress()} Another rank has ended, "
+            "hangs, or makes fewer steps: ranks with uneven data must all call flush() at the end of "
+            "an epoch. If ranks are only slow, raise timeout=. The engine has been shut down so that "
+            "all ranks end; restart from the last checkpoint."
+        )
