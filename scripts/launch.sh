@@ -6,6 +6,7 @@
 
 set -euo pipefail
 
+LIBRARY="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/lib"
 LAUNCHERS="mpirun, horovodrun-gloo, horovodrun-mpi"
 
 usage_error() {
@@ -63,13 +64,20 @@ mpirun_command() {
     COMMAND+=("${PROGRAM[@]}")
 }
 
+# As one word, so that horovodrun takes no option of the program for its own.
+shield_program() {
+    PROGRAM=(bash "$LIBRARY/exec_words.sh" "$(printf '%q ' "${PROGRAM[@]}")")
+}
+
 horovodrun_gloo_command() {
+    shield_program
     COMMAND=(horovodrun --gloo --disable-cache -np "$RANKS" -H "localhost:$RANKS"
         --network-interfaces lo "${PROGRAM[@]}")
 }
 
 # horovodrun passes Open MPI 4's single-dash binding flags, which Open MPI 5 rejects.
 horovodrun_mpi_command() {
+    shield_program
     COMMAND=(horovodrun --mpi --disable-cache -np "$RANKS" -H "localhost:$RANKS"
         --network-interfaces lo)
     case "$(mpi_flavour)" in
@@ -82,7 +90,7 @@ horovodrun_mpi_command() {
 
 parse_arguments "$@"
 # shellcheck source=scripts/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$LIBRARY/../env.sh"
 case "$LAUNCHER" in
     mpirun) mpirun_command ;;
     horovodrun-gloo) horovodrun_gloo_command ;;

@@ -17,24 +17,18 @@ for library in common toolchain mpi horovod package; do
     source "$REPO_ROOT/scripts/lib/$library.sh"
 done
 
-# Two set-ups at once would build the same wheel twice and install into each other's environment.
-take_turns() {
-    mkdir -p "$CACHE"
-    if command -v flock >/dev/null; then
-        exec 9>"$CACHE/setup.lock"
-        flock --nonblock 9 || { say "waiting for another set-up to end" && flock 9; }
-    fi
-}
-
 main() {
     # An active environment's settings and modules of the user's home must not leak into this one.
     unset PYTHONHOME PYTHONPATH
     export PYTHONNOUSERSITE=1
-    take_turns
+    mkdir -p "$VENV" "$CACHE"
+    VENV="$(cd "$VENV" && pwd)"
+    STAMPS="$VENV/.stamps"
+    PY="$VENV/bin/python"
+    take_turns "$VENV" 9
     COMPILER="$(find_compiler)"
     check_compiler
     ensure_venv
-    VENV="$(cd "$VENV" && pwd)"
     check_python_headers
     run_step build-requirements "${BUILD_REQUIREMENTS[*]}" install_build_requirements
     ensure_torch

@@ -2,8 +2,6 @@
 
 VENV="${SSD_ALLREDUCE_VENV:-$REPO_ROOT/.venv}"
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/ssd_allreduce"
-STAMPS="$VENV/.stamps"
-PY="$VENV/bin/python"
 
 say() {
     printf '\033[1m==>\033[0m %s\n' "$*"
@@ -30,6 +28,16 @@ logged() {
         printf '\n--- last lines of %s\n' "$log" >&2
         tail -n "$TAIL_LINES" "$log" >&2
         return 1
+    fi
+}
+
+# take_turns FOLDER DESCRIPTOR: until this shell ends or closes the descriptor, others who want the
+# folder wait: two set-ups at once would install into each other's environment.
+take_turns() {
+    eval "exec $2<\"\$1\""
+    if command -v flock >/dev/null && ! flock --nonblock "$2"; then
+        say "waiting for another set-up that uses $1"
+        flock "$2"
     fi
 }
 

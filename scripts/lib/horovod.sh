@@ -103,11 +103,16 @@ build_horovod_wheel() {
     trap - EXIT
 }
 
+holds_wheel() {
+    compgen -G "$1/horovod-*.whl" >/dev/null
+}
+
 install_horovod() {
     local kept="$CACHE/horovod-$HOROVOD_KEY"
-    if ! compgen -G "$kept/horovod-*.whl" >/dev/null; then
-        mkdir -p "$CACHE"
-        build_horovod_wheel "$kept"
+    if ! holds_wheel "$kept"; then
+        take_turns "$CACHE" 8
+        holds_wheel "$kept" || build_horovod_wheel "$kept"
+        exec 8<&-
     fi
     say "Horovod $HOROVOD_VERSION from $kept"
     pip_install --no-deps --force-reinstall "$kept"/horovod-*.whl
