@@ -41,26 +41,26 @@ def global_entry(
 
 def export(coordinator: Coordinator) -> dict[str, Any]:
     """The entry of one of several ranks. Waits for what this rank has in flight."""
-    coordinator.settle_in_flight()
+    coordinator.delay.settle()
     entry = global_entry(
-        coordinator.parameters.names,
-        coordinator.global_model.current(),
-        coordinator.schedule,
-        coordinator.rank,
-        coordinator.size,
+        coordinator.training.parameters.names,
+        coordinator.training.global_model.current(),
+        coordinator.training.schedule,
+        coordinator.training.rank,
+        coordinator.training.size,
     )
-    entry["settings"] = dict(coordinator.settings.describe())
-    if coordinator.global_model.weights is not None:
+    entry["settings"] = dict(coordinator.training.settings.describe())
+    if coordinator.training.global_model.weights is not None:
         entry["local"] = {
-            "weights": [p.detach() for p in coordinator.parameters.tensors],
-            "rule": coordinator.rule.export_state(),
-            "period_steps": list(coordinator.period_steps),
-            "rows_since_sync": list(coordinator.rows_since_sync),
-            "control": coordinator.arrived_control,
-            **coordinator.reducer.export_accumulators(),
+            "weights": [p.detach() for p in coordinator.training.parameters.tensors],
+            "rule": coordinator.training.rule.export_state(),
+            "period_steps": list(coordinator.delay.period_steps),
+            "rows_since_sync": list(coordinator.delay.rows_since_sync),
+            "control": coordinator.training.control.arrived,
+            **coordinator.training.reducer.export_accumulators(),
         }
     else:
-        entry["local"] = {"rule": coordinator.rule.export_state()}
+        entry["local"] = {"rule": coordinator.training.rule.export_state()}
     return entry
 
 
@@ -106,15 +106,15 @@ def restore(coordinator: Coordinator, entry: dict[str, Any] | None) -> None:
     _discard_present_state(coordinator)
     with torch.no_grad():
         if entry is not None:
-            torch._foreach_copy_(coordinator.parameters.tensors, entry["global_weights"])
-            coordinator.schedule.load_progress(entry["schedule"])
+            torch._foreach_copy_(coordinator.training.parameters.tensors, entry["global_weights"])
+            coordinator.training.schedule.load_progress(entry["schedule"])
             _restore_delay_stage(coordinator, entry)
     coordinator.after_load()
 
 
 def _discard_present_state(coordinator: Coordinator) -> None:
-    coordinator.settle_in_flight()
-    coordinator.global_model.weights = None
+    coordinator.delay.settle()
+    coordinator.training.global_model.weights = None
     coordinator.needs_new_period = False
     coordinator.start_new_period()
 
@@ -122,35 +122,35 @@ def _discard_present_state(coordinator: Coordinator) -> None:
 def _restore_delay_stage(coordinator: Coordinator, entry: dict[str, Any]) -> None:
     local = entry["local"]
     own = (
-        entry["rank"] == coordinator.rank
-        and entry["size"] == coordinator.size
-        and entry["settings"] == dict(coordinator.settings.describe())
+        entry["rank"] == coordinator.training.rank
+        and entry["size"] == coordinator.training.size
+        and entry["settings"] == dict(coordinator.training.settings.describe())
     )
-    if coordinator.schedule.stage is Stage.DELAY and local is not None and "weights" in local:
-        coordinator.global_model.set_weights(entry["global_weights"])
-        coordinator.rule.seed(coordinator.global_model.momenta())
+    if coordinator.training.schedule.stage is Stage.DELAY and local is not None and "weights" in local:
+        coordinator.training.global_model.set_weights(entry["global_weights"])
+        coordinator.training.rule.seed(coordinator.training.global_model.momenta())
     if own:
         _restore_own(coordinator, local)
         return
-    if local is not None and "corrections" in local["rule"] and coordinator.rule.corrections:
-        torch._foreach_copy_(coordinator.rule.corrections, local["rule"]["corrections"])
-    mid_period = coordinator.schedule.position > 0 or coordinator.schedule.in_flight
-    if mid_period or entry["size"] != coordinator.size:
-        warn_of_new_period(entry, coordinator.rank, coordinator.size)
+    if local is not None and "corrections" in local["rule"] and coordinator.training.rule.corrections:
+        torch._foreach_copy_(coordinator.training.rule.corrections, local["rule"]["corrections"])
+    mid_period = coordinator.training.schedule.position > 0 or coordinator.training.schedule.in_flight
+    if mid_period or entry["size"] != coordinator.training.size:
+        warn_of_new_period(entry, coordinator.training.rank, coordinator.training.size)
     coordinator.needs_new_period = mid_period
-    coordinator.schedule.restart_period()
+    coordinator.training.schedule.restart_period()
 
 
 def _restore_own(coordinator: Coordinator, local: dict[str, Any]) -> None:
-    coordinator.rule.import_state(local["rule"])
+    coordinator.training.rule.import_state(local["rule"])
     if "weights" not in local:
         return
-    torch._foreach_copy_(coordinator.parameters.tensors, local["weights"])
-    coordinator.period_steps = [(tuple(row), flag) for row, flag in local["period_steps"]]
-    coordinator.rows_since_sync = [tuple(row) for row in local["rows_since_sync"]]
+    torch._foreach_copy_(coordinator.training.parameters.tensors, local["weights"])
+    coordinator.delay.period_steps = [(tuple(row), flag) for row, flag in local["period_steps"]]
+    coordinator.delay.rows_since_sync = [tuple(row) for row in local["rows_since_sync"]]
     control = local["control"]
-    coordinator.arrived_control = None if control is None else tuple(control)
-    coordinator.reducer.import_accumulators(local)
+    coordinator.training.control.arrived = None if control is None else tuple(control)
+    coordinator.training.reducer.import_accumulators(local)
 
 
 def warn_of_new_period(entry: dict[str, Any], rank: int, size: int) -> None:

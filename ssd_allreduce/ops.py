@@ -331,10 +331,11 @@ def rebase_shift_(
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the CPU: the wrapping sum of its elements' bit patterns.
+    """One int64 for each tensor, on the CPU, that notices a scaled, replaced or zeroed tensor.
 
-    Elements of 1, 2, 4 or 8 bytes, read as signed integers of that width, in any memory layout. It
-    notices a tensor that was scaled, replaced or zeroed; elements that change places it does not.
+    The wrapping sum of ``w * (w ^ 0x9E3779B9)`` over the elements' bits, read as unsigned words
+    ``w`` of at most 32 bits: elements of 1, 2 or 4 bytes are one word, of 8 bytes two. It does not
+    depend on the memory layout, nor notice elements that change places.
     """
     result: Tensor = _ops.checksum.default(tensors)
     return result

@@ -16,14 +16,20 @@ from ssd_allreduce import checkpoint
 from ssd_allreduce.base_optimizer import BaseOptimizer, optimizers_sharing_groups
 from ssd_allreduce.communicators import horovod
 from ssd_allreduce.communicators.horovod import HorovodCommunicator
-from ssd_allreduce.communicators.protocol import Communicator
+from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
+from ssd_allreduce.compensation import make_rule
+from ssd_allreduce.control_channel import ControlChannel
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
+from ssd_allreduce.global_model import GlobalModel
+from ssd_allreduce.group_options import GroupOptions
 from ssd_allreduce.parameters import Parameters, name_parameters
 from ssd_allreduce.reducer import Reducer
-from ssd_allreduce.settings import check_backward_passes, check_settings
+from ssd_allreduce.schedule import Schedule
+from ssd_allreduce.settings import Settings, check_backward_passes, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
+from ssd_allreduce.training import Training
 from ssd_allreduce.transport import Transport
 from ssd_allreduce.wire import NoCompression, WireFormat
 
@@ -117,7 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set=process_set,
         )
         engine = _choose_communicator(request, communicator)
-        parameters = Parameters(optimizer.param_groups, request.names)
+        parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
         self._base = BaseOptimizer(optimizer, _other_holders(optimizer))
         self._constructing = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -129,20 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, warmup_steps, self._stats)
         else:
-            _instances[engine.key] += 1
-            transport = Transport(engine, f"ssd.{_instances[engine.key]}", settings.timeout, self._stats)
-            reducer = Reducer(
-                parameters,
-                transport,
-                request.wire,
-                request.group_indices(parameters),
-                request.backward_passes_per_step,
-                request.sparse_as_dense,
-                settings.delay_steps,
-            )
-            self._engine = Coordinator(
-                parameters, self._base, settings, transport, reducer, request.wire, self._stats
-            )
+            training = _assemble(engine, parameters, self._base, settings, request, self._stats)
+            self._engine = Coordinator(training)
         self._base.on_load = self._engine.optimizer_state_loaded
 
     # -- training loop ---------------------------------------------------------------------------
@@ -185,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Without any gradient, the scaler passes the int 0; after unscale_(), no scale.
         finite = float(self.found_inf) == 0.0
         scale = getattr(self, "grad_scale", None)
-        already_sent = isinstance(self._engine, Coordinator) and self._engine.reducer.handed_over
+        already_sent = isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over
         if scale is not None and finite and not already_sent:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / float(scale))
@@ -285,7 +279,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 entry = self._engine.export_checkpoint()
             else:
                 self._refuse_between_backward_and_step("state_dict()")
-                if self._engine.schedule.events == 0 and self._engine.schedule.position == 0:
+                if (
+                    self._engine.training.schedule.events == 0
+                    and self._engine.training.schedule.position == 0
+                ):
                     self._base.materialise_state()
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
@@ -307,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(self._engine, Coordinator):
             self._refuse_between_backward_and_step("load_state_dict()")
         if entry is not None:
-            checkpoint.check(entry, self._engine.parameters)
+            checkpoint.check(entry, self._parameters)
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
@@ -317,7 +314,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             checkpoint.restore(self._engine, entry)
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
-        if isinstance(self._engine, Coordinator) and self._engine.reducer.handed_over:
+        if isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over:
             raise UsageError(
                 f"{call} between backward() and step() at a sync point: the hooks have already sent "
                 "gradients of the step. Call it after step()."
@@ -407,6 +404,45 @@ def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any
         backward_passes_per_step=options.backward_passes_per_step,
         sparse_as_dense=options.sparse_as_dense,
         horovod_wrapped=True,
+    )
+
+
+def _assemble(
+    communicator: Communicator,
+    parameters: Parameters,
+    base: BaseOptimizer,
+    settings: Settings,
+    request: _Request,
+    stats: StatsRecorder,
+) -> Training:
+    """Make the parts and put them together."""
+    _instances[communicator.key] += 1
+    prefix = f"ssd.{_instances[communicator.key]}"
+    transport = Transport(communicator, prefix, settings.timeout, stats)
+    reducer = Reducer(
+        parameters,
+        transport,
+        request.wire,
+        request.group_indices(parameters),
+        request.backward_passes_per_step,
+        request.sparse_as_dense,
+        settings.delay_steps,
+    )
+    options = GroupOptions(base.groups, base.option_names)
+    gradient_scale = float(communicator.size) if request.wire.op is ReduceOp.SUM else 1.0
+    return Training(
+        parameters=parameters,
+        base=base,
+        settings=settings,
+        schedule=Schedule(settings.warmup_steps, settings.delay_steps, settings.overlap_steps),
+        transport=transport,
+        wire=request.wire,
+        reducer=reducer,
+        control=ControlChannel(reducer, options, communicator.rank),
+        options=options,
+        global_model=GlobalModel(parameters, base),
+        rule=make_rule(settings, parameters, gradient_scale),
+        stats=stats,
     )
 
 

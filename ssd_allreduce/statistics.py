@@ -50,14 +50,20 @@ class StatsRecorder:
         self._stages = {stage: StageStats() for stage in Stage}
         self.stage = Stage.WARMUP
         """The stage that new counts belong to."""
+        self._last_completed: int | None = None
 
     def step(self) -> None:
         self._stages[self.stage].steps += 1
 
-    def sync_event(self) -> None:
+    def sync_event(self, completed: int | None = None) -> None:
         current = self._stages[self.stage]
         current.sync_points += 1
         current.allreduces += 1
+        if completed is not None:
+            self.completed(completed)
+
+    def completed(self, event: int) -> None:
+        self._last_completed = event
 
     def sent(self, count: int) -> None:
         self._stages[self.stage].bytes_sent += count
@@ -70,3 +76,12 @@ class StatsRecorder:
         warmup, delay = (StageStats(**vars(self._stages[stage])) for stage in Stage)
         totals = {name: getattr(warmup, name) + getattr(delay, name) for name in _COUNTERS}
         return Stats(**totals, warmup=warmup, delay=delay)
+
+    def describe_progress(self) -> str:
+        """For messages of what went wrong: how far this rank has come."""
+        now = self.snapshot()
+        last = "none" if self._last_completed is None else f"number {self._last_completed}"
+        return (
+            f"This rank has made {now.steps} steps and issued {now.sync_points} sync events; the last "
+            f"completed one is {last}."
+        )

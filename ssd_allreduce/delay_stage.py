@@ -1,0 +1,138 @@
+"""The delay stage: local steps, sync points, and their completions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ssd_allreduce import layout
+from ssd_allreduce.control import ControlResult, Failure
+from ssd_allreduce.group_options import Row
+from ssd_allreduce.ops import Accumulation
+from ssd_allreduce.schedule import StepPlan
+from ssd_allreduce.training import Training
+
+
+class DelayStage:
+    """Makes periods of local steps, each ended by one asynchronous allreduce of what accumulated."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.period_steps: list[tuple[Row, bool]] = []
+        """Options of each step of the current period, and whether this rank contributed."""
+        self.rows_since_sync: list[Row] = []
+        """Options of the local steps made since the sync point in flight."""
+
+    def step(self, plan: StepPlan, contribute: bool) -> None:
+        """One local step; at a sync point also the sending, at a completion the global update."""
+        training = self._training
+        self._enter()
+        row = training.own_options()
+        if contribute:
+            self._local_step(row)
+            if training.schedule.in_flight:
+                self.rows_since_sync.append(row)
+        self.period_steps.append((row, contribute))
+        if plan.is_sync_point:
+            self._issue(flushing=False)
+        training.schedule.advance()
+        if plan.completes:
+            self.complete()
+
+    def _enter(self) -> None:
+        model = self._training.global_model
+        if model.weights is None:
+            model.take_from_model()
+            self._training.rule.seed(model.momenta())
+
+    def _local_step(self, row: Row) -> None:
+        training, reducer = self._training, self._training.reducer
+        gradients = [layout.zeros_like(p) if p.grad is None else p.grad for p in training.parameters.tensors]
+        training.rule.local_step(
+            training.view(row),
+            gradients,
+            reducer.accumulators,
+            reducer.accumulated_by_hooks,
+            Accumulation.OVERWRITE if reducer.accumulators_empty else Accumulation.ADD,
+        )
+        reducer.mark_accumulated()
+
+    def _issue(self, flushing: bool) -> None:
+        training = self._training
+        training.reducer.reduce_accumulators()
+        training.control.send(
+            training.schedule.events, training.settings.delay_steps, self.period_steps, flushing
+        )
+        training.stats.sync_event()
+        if training.settings.overlap_steps > 0 and not flushing:
+            training.rule.snapshot()
+        self.period_steps = []
+        self.rows_since_sync = []
+
+    def complete(self) -> ControlResult:
+        """Wait for the sums in flight, update the global model and rebase the local weights on it."""
+        training = self._training
+        event = training.schedule.events - 1
+        sums = training.reducer.finish_accumulators()
+        result = training.control.receive(event, training.settings.delay_steps)
+        contributions = sum(result.counts)
+        if contributions:
+            self._replay(result, sums, contributions)
+        self._rebase(moved=contributions > 0)
+        training.reducer.release_sums()
+        training.schedule.complete()
+        training.stats.completed(event)
+        return result
+
+    def _replay(self, result: ControlResult, sums: list[Tensor], contributions: int) -> None:
+        training = self._training
+        divisor = contributions / training.size if training.sums_gradients else contributions
+        pairs = zip(result.options, result.counts, strict=True)
+        training.global_model.replay(
+            sums,
+            float(divisor),
+            [training.view(row) for row, count in pairs if count > 0],
+            training.rule.corrections,
+            training.rule.correction,
+        )
+
+    def _rebase(self, moved: bool) -> None:
+        model, rule = self._training.global_model, self._training.rule
+        assert model.weights is not None
+        if not self.rows_since_sync:
+            rule.follow(model.weights, model.momenta())
+        elif moved:
+            steps = [self._training.view(row) for row in self.rows_since_sync]
+            rule.rebase(model.weights, model.momenta(), steps)
+        self.rows_since_sync = []
+
+    def flush_event(self) -> ControlResult:
+        """Sync the partial period and complete at once. Collective."""
+        self._enter()
+        self._issue(flushing=True)
+        self._training.schedule.close_period()
+        return self.complete()
+
+    def announce_failure(self, failure: Failure) -> None:
+        """Send this rank's part of a sync point, marked as useless, so that nobody waits for it."""
+        training = self._training
+        training.reducer.reduce_accumulators()
+        training.control.send(training.schedule.events, training.settings.delay_steps, [], failure=failure)
+        training.reducer.finish_accumulators()
+        training.control.wait()
+        self.drop_period()
+        training.schedule.position = training.settings.delay_steps
+        training.schedule.close_period()
+        training.schedule.restart_period()
+
+    def settle(self) -> None:
+        """Wait for this rank's own operations in flight, without using what arrives. Rank-local."""
+        if self._training.schedule.in_flight:
+            self._training.reducer.finish_accumulators()
+            self._training.control.wait()
+
+    def drop_period(self) -> None:
+        """Forget the current period and what has arrived of the last."""
+        self._training.reducer.drop_period()
+        self._training.control.discard()
+        self.period_steps = []
+        self.rows_since_sync = []

@@ -1,0 +1,70 @@
+"""What a rank says of itself before training: the sections that all ranks must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ssd_allreduce import agreement, ops
+from ssd_allreduce.base_optimizer import BaseOptimizer
+from ssd_allreduce.global_model import GlobalModel
+from ssd_allreduce.group_options import GroupOptions
+from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.settings import Settings
+from ssd_allreduce.wire import WireFormat
+
+
+def describe_settings(settings: Settings, wire: WireFormat) -> tuple[str, agreement.Lines]:
+    """The options of the algorithm and of the wire."""
+    lines = [*settings.describe(), *wire.describe(), ("kernels", ops.IMPLEMENTATION)]
+    return "settings", lines
+
+
+def describe_base(base: BaseOptimizer, options: GroupOptions) -> tuple[str, agreement.Lines]:
+    """The optimizer's class and the options that are no numbers of a schedule."""
+    lines = [("class", f"{base.kind.__module__}.{base.kind.__qualname__}")]
+    for index, group in enumerate(base.groups):
+        lines += [
+            (f"param_groups[{index}][{option!r}]", repr(value))
+            for option, value in sorted(group.items())
+            if isinstance(value, bool) and option in base.option_names
+        ]
+    columns = ", ".join(options.name(column) for column in range(len(options)))
+    return "the optimizer", [*lines, ("numeric options", columns)]
+
+
+def describe_parameters(parameters: Parameters) -> tuple[str, agreement.Lines]:
+    """Names, shapes, dtypes, layouts and groups of what is trained."""
+    lines = [("number of trainable parameters", str(len(parameters)))]
+    triples = zip(parameters.names, parameters.tensors, parameters.group_of, strict=True)
+    for name, parameter, group in triples:
+        lines += [
+            (f"the shape of {name!r}", str(tuple(parameter.shape))),
+            (f"the dtype of {name!r}", str(parameter.dtype)),
+            (f"the strides of {name!r}", str(parameter.stride())),
+            (f"the param group of {name!r}", str(group)),
+        ]
+    return "the parameters", lines
+
+
+def describe_progress(events: int) -> tuple[str, agreement.Lines]:
+    """How far training has come."""
+    return "progress", [("the number of sync events", str(events))]
+
+
+def describe_weights(names: Sequence[str], weights: Sequence[Tensor]) -> tuple[str, agreement.Lines]:
+    """Digests of the weights."""
+    return "the weights", _digests(names, weights)
+
+
+def describe_state(names: Sequence[str], model: GlobalModel) -> tuple[str, agreement.Lines]:
+    """Digests of the base optimizer's state."""
+    return "the optimizer's state", _digests(names, model.momenta())
+
+
+def _digests(names: Sequence[str], tensors: Sequence[Tensor | None]) -> agreement.Lines:
+    return [
+        (f"the digest of {name!r}", "none" if tensor is None else agreement.tensor_digest(tensor))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
