@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ssd_allreduce import layout
 from ssd_allreduce.communicators import horovod
-
-MOMENTUM = "momentum_buffer"
 
 
 def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
@@ -38,8 +35,9 @@ def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
     ]
 
 
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """An optimizer class's step without the hook machinery that torch wraps around it."""
+    step = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
@@ -59,14 +57,14 @@ class BaseOptimizer:
     def __init__(self, given: Optimizer, relatives: Iterable[Optimizer]) -> None:
         self.given = given
         self.kind = horovod.base_class(given)
-        _refuse_unsupported(self.kind, given)
+        _refuse_differentiable(given)
         self.groups: list[dict[str, Any]] = given.param_groups
         self.state: Any = given.state
         self.on_load: Callable[[], None] = lambda: None
         self._horovod_wrapped = horovod.is_wrapped(given)
         self._relatives = [given, *relatives]
-        self._step = _unhooked(self.kind.step)
-        self._materialised: list[Tensor] = []
+        self._step = plain_step(self.kind)
+        self._materialised: dict[Tensor, dict[str, Any]] = {}
         self._undo: list[Callable[[], None]] = []
         for relative in self._relatives:
             self.share_with(relative)
@@ -109,11 +107,19 @@ class BaseOptimizer:
             entries = {key: _owned(value) for key, value in state.items() if isinstance(key, Tensor)}
             self.state.clear()
             self.state.update(entries)
-        self._materialised = []
+        self._materialised = {}
 
-    def step(self) -> None:
-        """One step of the user's own optimizer code on the model's parameters; runs no hooks."""
-        self._step(self.given)
+    def step(self, instance: Optimizer | None = None) -> None:
+        """One step of the user's own optimizer code; runs no hooks.
+
+        Args:
+            instance: what the code runs on; by default the user's optimizer itself.
+        """
+        self._step(self.given if instance is None else instance)
+
+    def state_tensors(self, parameters: Iterable[Tensor], key: str) -> list[Tensor | None]:
+        """One kind of state of each parameter, None where there is none."""
+        return [self.state[p].get(key) if p in self.state else None for p in parameters]
 
     def run_hooks(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the step hooks (``"pre"`` or ``"post"``) registered on the objects under the wrapper."""
@@ -131,27 +137,34 @@ class BaseOptimizer:
         """The options that the optimizer's code reads from its groups."""
         return tuple(self.given.defaults)
 
-    def materialise_state(self) -> None:
+    def materialise_state(self, initial: Callable[[Tensor, dict[str, Any]], dict[str, Any]]) -> None:
         """Create the state that the first step would create, so that a broadcast finds it.
 
-        ``hvd.broadcast_optimizer_state`` sends what ``state_dict()`` holds; a rank with no momentum
-        yet would send nothing while another, resumed from a checkpoint, sends its own.
+        ``hvd.broadcast_optimizer_state`` sends what ``state_dict()`` holds; a rank with no state yet
+        would send nothing while another, resumed from a checkpoint, sends its own.
+
+        Args:
+            initial: the state of a parameter, given it and its group.
         """
         for group in self.groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad or group["momentum"] == 0:
-                    continue
-                if self.state[parameter].get(MOMENTUM) is None:
-                    self.state[parameter][MOMENTUM] = layout.zeros_like(parameter)
-                    self._materialised.append(parameter)
+                if parameter.requires_grad and not self.state.get(parameter):
+                    entry = initial(parameter, group)
+                    if entry:
+                        self.state[parameter] = entry
+                        self._materialised[parameter] = _owned(entry)
 
     def discard_materialised_state(self) -> None:
-        """Drop created state that is still zero: the first step treats none otherwise than zero."""
-        for parameter in self._materialised:
+        """Drop created state that nothing has overwritten: first steps tell none from zero."""
+        for parameter, created in self._materialised.items():
             entry = self.state.get(parameter, {})
-            if MOMENTUM in entry and not entry[MOMENTUM].any():
+            untouched = entry.keys() == created.keys() and all(
+                torch.equal(entry[key], value) if isinstance(value, Tensor) else entry[key] == value
+                for key, value in created.items()
+            )
+            if untouched:
                 del self.state[parameter]
-        self._materialised = []
+        self._materialised = {}
 
     def release(self) -> None:
         """Give the objects under the wrapper their own behaviour back."""
@@ -169,13 +182,7 @@ def _owned(value: Any) -> Any:
     return value
 
 
-def _refuse_unsupported(kind: type[Optimizer], given: Optimizer) -> None:
-    if _unhooked(kind.step) is not _unhooked(torch.optim.SGD.step):
-        raise TypeError(
-            f"{kind.__module__}.{kind.__qualname__} is not supported. Allowed: torch.optim.SGD with "
-            "momentum, dampening, weight decay, nesterov and maximize, and subclasses that keep its "
-            "step()."
-        )
+def _refuse_differentiable(given: Optimizer) -> None:
     if any(group.get("differentiable") for group in given.param_groups):
         raise ValueError(
             "differentiable=True is not supported: steps are made outside of autograd. Allowed: "

@@ -128,7 +128,7 @@ def _restore_delay_stage(coordinator: Coordinator, entry: dict[str, Any]) -> Non
     )
     if coordinator.training.schedule.stage is Stage.DELAY and local is not None and "weights" in local:
         coordinator.training.global_model.set_weights(entry["global_weights"])
-        coordinator.training.rule.seed(coordinator.training.global_model.momenta())
+        coordinator.training.rule.seed(coordinator.training.global_model)
     if own:
         _restore_own(coordinator, local)
         return

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ssd_allreduce import layout, ops
-from ssd_allreduce.global_model import StepOptions
+from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation, Correction
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.settings import Settings
+from ssd_allreduce.update_family import Family
+
+
+class GlobalState(Protocol):
+    """The optimizer state that belongs to the global weights."""
+
+    def tensors(self, key: str) -> list[Tensor | None]:
+        """One kind of state of each parameter, None where there is none yet."""
+
+    def entries(self) -> list[dict[str, object]]:
+        """The whole state of each parameter."""
 
 
 class LocalRule(abc.ABC):
@@ -31,9 +42,9 @@ class LocalRule(abc.ABC):
     correction = Correction.NONE
 
     def __init__(self, parameters: Parameters, gradient_scale: float) -> None:
-        self._parameters = parameters
-        self._gradient_scale = gradient_scale
-        self._weight_snapshots: list[Tensor] | None = None
+        self.parameters = parameters
+        self.gradient_scale = gradient_scale
+        self._snapshots: list[Tensor] | None = None
 
     @property
     def corrections(self) -> list[Tensor] | None:
@@ -41,7 +52,7 @@ class LocalRule(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def seed(self, momenta: Sequence[Tensor | None]) -> None:
+    def seed(self, state: GlobalState) -> None:
         """Take the rule's state from the global state. Called when local equals global weights."""
 
     def observe_warmup(self, before: Sequence[Tensor] | None, options: StepOptions) -> None:  # noqa: B027
@@ -70,12 +81,12 @@ class LocalRule(abc.ABC):
             accumulation: how the others are accumulated.
         """
         for group, indices, mode in self._passes(already_accumulated, accumulation):
-            self._update(group, indices, options, gradients, accumulators, mode)
+            self.update(group, indices, options, gradients, accumulators, mode)
 
     def _passes(
         self, already_accumulated: frozenset[int], accumulation: Accumulation
     ) -> Iterator[tuple[int, list[int], Accumulation]]:
-        for batch in self._parameters.batches:
+        for batch in self.parameters.batches:
             if not already_accumulated:
                 yield batch.group, list(batch.indices), accumulation
                 continue
@@ -87,7 +98,7 @@ class LocalRule(abc.ABC):
                 yield batch.group, rest, accumulation
 
     @abc.abstractmethod
-    def _update(
+    def update(
         self,
         group: int,
         indices: list[int],
@@ -103,67 +114,72 @@ class LocalRule(abc.ABC):
 
     def snapshot(self) -> None:
         """Remember the local state of the sync point, for the rebase."""
-        if self._weight_snapshots is None:
-            self._weight_snapshots = self._parameters.new_accumulators()
-        torch._foreach_copy_(self._weight_snapshots, self._parameters.tensors)
+        if self._snapshots is None:
+            self._snapshots = self.parameters.new_accumulators()
+        torch._foreach_copy_(self._snapshots, self.parameters.tensors)
 
-    def follow(self, weights: Sequence[Tensor], momenta: Sequence[Tensor | None]) -> None:
+    def follow(self, weights: Sequence[Tensor], state: GlobalState) -> None:
         """Copy the global state: no local step has been made since the sync point."""
-        torch._foreach_copy_(self._parameters.tensors, list(weights))
-        self.seed(momenta)
+        torch._foreach_copy_(self.parameters.tensors, list(weights))
+        self.seed(state)
 
-    def rebase(
-        self,
-        weights: Sequence[Tensor],
-        momenta: Sequence[Tensor | None],
-        steps: Sequence[StepOptions],
-    ) -> None:
+    def rebase(self, weights: Sequence[Tensor], state: GlobalState, steps: Sequence[StepOptions]) -> None:
         """Move the local steps made since the sync point to the new global state.
 
         Args:
             weights: the new global weights.
-            momenta: the new global momenta.
+            state: the new global state.
             steps: the options of the local steps since the sync point.
         """
-        self._shift(range(len(self._parameters)), weights)
+        self.shift(range(len(self.parameters)), weights)
 
-    def _shift(self, indices: Container[int], weights: Sequence[Tensor]) -> None:
-        assert self._weight_snapshots is not None
-        snapshots = self._weight_snapshots
-        for batch in self._parameters.batches:
+    @property
+    def weight_snapshots(self) -> list[Tensor]:
+        """The local weights of the sync point."""
+        assert self._snapshots is not None
+        return self._snapshots
+
+    def new_state(self, index: int) -> Tensor:
+        """An uninitialised tensor for local state of a parameter, float32 at least."""
+        parameter = self.parameters.tensors[index]
+        return layout.empty_like(parameter, layout.compute_dtype(parameter.dtype))
+
+    def shift(self, indices: Container[int], weights: Sequence[Tensor]) -> None:
+        snapshots = self.weight_snapshots
+        for batch in self.parameters.batches:
             chosen = [i for i in batch.indices if i in indices]
             if chosen:
                 ops.rebase_shift_(
-                    [self._parameters.tensors[i] for i in chosen],
+                    [self.parameters.tensors[i] for i in chosen],
                     [weights[i] for i in chosen],
                     [snapshots[i] for i in chosen],
                 )
 
     def export_state(self) -> dict[str, Any]:
         """The rule's tensors, for a checkpoint."""
-        return {"weight_snapshots": self._weight_snapshots}
+        return {"weight_snapshots": self._snapshots}
 
     def import_state(self, state: dict[str, Any]) -> None:
         """Undo :meth:`export_state`."""
-        self._weight_snapshots = self._copied(state["weight_snapshots"])
+        self._snapshots = self.copied(state["weight_snapshots"])
 
-    def _copied(self, tensors: Sequence[Tensor | None] | None) -> Any:
+    def copied(self, tensors: Sequence[Tensor | None] | None) -> Any:
         """Copies of stored tensors in the layout and dtype of this rule's own."""
         if tensors is None:
             return None
         return [
             None if tensor is None else layout.empty_like(p, layout.compute_dtype(p.dtype)).copy_(tensor)
-            for tensor, p in zip(tensors, self._parameters.tensors, strict=True)
+            for tensor, p in zip(tensors, self.parameters.tensors, strict=True)
         ]
 
 
 class PlainRule(LocalRule):
     """``none``: ``w -= lr (g + wd w)``, local SGD without compensation."""
 
-    def seed(self, momenta: Sequence[Tensor | None]) -> None:
+    def seed(self, state: GlobalState) -> None:
         pass
 
-    def _update(
+    def update(
         self,
         group: int,
         indices: list[int],
@@ -173,11 +189,11 @@ class PlainRule(LocalRule):
         accumulation: Accumulation,
     ) -> None:
         ops.local_plain_(
-            [self._parameters.tensors[i] for i in indices],
+            [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
             [accumulators[i] for i in indices] if accumulation != Accumulation.NONE else [],
             step_size=options(group, "lr"),
-            gradient_weight=self._gradient_scale * self._sign(group, options),
+            gradient_weight=self.gradient_scale * self._sign(group, options),
             weight_decay=options(group, "weight_decay"),
             accumulation=accumulation,
         )
@@ -204,23 +220,23 @@ class CorrectedRule(LocalRule):
     def wants_weights_before_warmup_step(self) -> bool:
         return self.correction == Correction.DISPLACEMENT
 
-    def seed(self, momenta: Sequence[Tensor | None]) -> None:
+    def seed(self, state: GlobalState) -> None:
         pass
 
     def observe_warmup(self, before: Sequence[Tensor] | None, options: StepOptions) -> None:
         if before is None:
-            gradients = [p.grad for p in self._parameters.tensors]
+            gradients = [p.grad for p in self.parameters.tensors]
             for correction, gradient in zip(self._corrections, gradients, strict=True):
                 if gradient is not None:
                     correction.copy_(gradient)
             return
-        for batch in self._parameters.batches:
+        for batch in self.parameters.batches:
             lr = options(batch.group, "lr")
             for i in batch.indices if lr != 0.0 else ():
-                now = self._parameters.tensors[i]
+                now = self.parameters.tensors[i]
                 self._corrections[i].copy_(before[i]).sub_(now).div_(lr)
 
-    def _update(
+    def update(
         self,
         group: int,
         indices: list[int],
@@ -233,12 +249,12 @@ class CorrectedRule(LocalRule):
         # A displacement already has the direction in which the optimizer moves.
         correction_sign = sign if self.correction == Correction.MEAN_GRADIENT else 1.0
         ops.local_corrected_(
-            [self._parameters.tensors[i] for i in indices],
+            [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
             [self._corrections[i] for i in indices],
             [accumulators[i] for i in indices] if accumulation != Accumulation.NONE else [],
             step_size=settings.local_lr_scale * options(group, "lr"),
-            gradient_weight=settings.alpha * self._gradient_scale * sign,
+            gradient_weight=settings.alpha * self.gradient_scale * sign,
             correction_weight=settings.beta * correction_sign,
             weight_decay=options(group, "weight_decay"),
             accumulation=accumulation,
@@ -249,136 +265,13 @@ class CorrectedRule(LocalRule):
 
     def import_state(self, state: dict[str, Any]) -> None:
         super().import_state(state)
-        self._corrections = self._copied(state["corrections"])
+        self._corrections = self.copied(state["corrections"])
 
 
-class MomentumRule(LocalRule):
-    """``momentum``: the base optimizer's own update, its momentum seeded with the global one."""
-
-    def __init__(self, parameters: Parameters, gradient_scale: float) -> None:
-        super().__init__(parameters, gradient_scale)
-        self._plain = PlainRule(parameters, gradient_scale)
-        # None until a step with momentum is made: SGD's first momentum is the gradient, undampened.
-        self._momenta: list[Tensor | None] = [None] * len(parameters)
-        self._momentum_snapshots: list[Tensor | None] = [None] * len(parameters)
-
-    def seed(self, momenta: Sequence[Tensor | None]) -> None:
-        for index, momentum in enumerate(momenta):
-            own = self._momenta[index]
-            if momentum is None:
-                self._momenta[index] = None
-            elif own is None:
-                self._momenta[index] = self._new(index).copy_(momentum)
-            else:
-                own.copy_(momentum)
-
-    def _new(self, index: int) -> Tensor:
-        parameter = self._parameters.tensors[index]
-        return layout.empty_like(parameter, layout.compute_dtype(parameter.dtype))
-
-    def _update(
-        self,
-        group: int,
-        indices: list[int],
-        options: StepOptions,
-        gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
-        accumulation: Accumulation,
-    ) -> None:
-        if options(group, "momentum") == 0.0:
-            self._plain._update(group, indices, options, gradients, accumulators, accumulation)
-            return
-        started = [i for i in indices if self._momenta[i] is not None]
-        fresh = [i for i in indices if self._momenta[i] is None]
-        for index in fresh:
-            self._momenta[index] = self._new(index).zero_()
-        for chosen, dampening in ((started, options(group, "dampening")), (fresh, 0.0)):
-            if not chosen:
-                continue
-            ops.local_momentum_(
-                [self._parameters.tensors[i] for i in chosen],
-                [gradients[i] for i in chosen],
-                [self._momenta[i] for i in chosen],  # type: ignore[misc]
-                [accumulators[i] for i in chosen] if accumulation != Accumulation.NONE else [],
-                lr=options(group, "lr"),
-                momentum=options(group, "momentum"),
-                dampening=dampening,
-                weight_decay=options(group, "weight_decay"),
-                nesterov=options(group, "nesterov") != 0.0,
-                maximize=options(group, "maximize") != 0.0,
-                gradient_scale=self._gradient_scale,
-                accumulation=accumulation,
-            )
-
-    def snapshot(self) -> None:
-        super().snapshot()
-        for index, momentum in enumerate(self._momenta):
-            kept = self._momentum_snapshots[index]
-            if momentum is None:
-                self._momentum_snapshots[index] = None
-            elif kept is None:
-                self._momentum_snapshots[index] = momentum.clone()
-            else:
-                kept.copy_(momentum)
-
-    def rebase(
-        self,
-        weights: Sequence[Tensor],
-        momenta: Sequence[Tensor | None],
-        steps: Sequence[StepOptions],
-    ) -> None:
-        assert self._weight_snapshots is not None
-        for batch in self._parameters.batches:
-            with_momentum = [i for i in batch.indices if momenta[i] is not None]
-            self._shift(frozenset(batch.indices) - frozenset(with_momentum), weights)
-            if not with_momentum:
-                continue
-            decay, reach = _momentum_reach(batch.group, steps)
-            for index in with_momentum:
-                self._momenta[index] = self._or_zeros(self._momenta[index], index)
-                self._momentum_snapshots[index] = self._or_zeros(self._momentum_snapshots[index], index)
-            ops.rebase_momentum_(
-                [self._parameters.tensors[i] for i in with_momentum],
-                [self._momenta[i] for i in with_momentum],  # type: ignore[misc]
-                [weights[i] for i in with_momentum],
-                [momenta[i] for i in with_momentum],  # type: ignore[misc]
-                [self._weight_snapshots[i] for i in with_momentum],
-                [self._momentum_snapshots[i] for i in with_momentum],  # type: ignore[misc]
-                momentum_decay=decay,
-                displacement_factor=reach,
-            )
-
-    def _or_zeros(self, tensor: Tensor | None, index: int) -> Tensor:
-        return self._new(index).zero_() if tensor is None else tensor
-
-    def export_state(self) -> dict[str, Any]:
-        return {
-            **super().export_state(),
-            "momenta": self._momenta,
-            "momentum_snapshots": self._momentum_snapshots,
-        }
-
-    def import_state(self, state: dict[str, Any]) -> None:
-        super().import_state(state)
-        self._momenta = self._copied(state["momenta"])
-        self._momentum_snapshots = self._copied(state["momentum_snapshots"])
-
-
-def _momentum_reach(group: int, steps: Sequence[StepOptions]) -> tuple[float, float]:
-    """What is left of a momentum difference after the steps, and how far it moved the weights."""
-    decay, reach = 1.0, 0.0
-    for options in steps:
-        momentum = options(group, "momentum")
-        decay *= momentum
-        lookahead = momentum if options(group, "nesterov") else 1.0
-        reach += options(group, "lr") * decay * lookahead
-    return decay, reach
-
-
-def make_rule(settings: Settings, parameters: Parameters, gradient_scale: float) -> LocalRule:
+def make_rule(settings: Settings, family: Family, gradient_scale: float) -> LocalRule:
     """The rule that ``glu`` names."""
     if settings.glu == "momentum":
-        return MomentumRule(parameters, gradient_scale)
+        return family.momentum_rule(gradient_scale)
     if settings.glu == "none":
-        return PlainRule(parameters, gradient_scale)
-    return CorrectedRule(parameters, gradient_scale, settings)
+        return PlainRule(family.parameters, gradient_scale)
+    return CorrectedRule(family.parameters, gradient_scale, settings)

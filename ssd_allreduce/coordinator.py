@@ -91,7 +91,7 @@ class Coordinator:
         self._schedule.restart_period()
         self.delay.drop_period()
         if self._model.weights is not None:
-            self._rule.follow(self._model.weights, self._model.momenta())
+            self._rule.follow(self._model.weights, self._model)
             self._guard.accept()
 
     def _describe(self) -> list[tuple[str, agreement.Lines]]:
@@ -279,7 +279,7 @@ class Coordinator:
         self.delay.drop_period()
         if self._model.weights is not None:
             self._model.take_from_model()
-            self._rule.seed(self._model.momenta())
+            self._rule.seed(self._model)
         self._failed = None
         self._prepare_next_step()
 
@@ -335,7 +335,7 @@ class Coordinator:
         """Follow a load of the base optimizer's state: local momentum starts from it."""
         if self._model.weights is not None:
             with torch.no_grad():
-                self._rule.seed(self._model.momenta())
+                self._rule.seed(self._model)
 
     def after_load(self) -> None:
         """Compare ranks again before the next step."""

@@ -10,6 +10,7 @@ from ssd_allreduce.group_options import Row
 from ssd_allreduce.ops import Accumulation
 from ssd_allreduce.schedule import StepPlan
 from ssd_allreduce.training import Training
+from ssd_allreduce.update_family import Replay
 
 
 class DelayStage:
@@ -42,7 +43,7 @@ class DelayStage:
         model = self._training.global_model
         if model.weights is None:
             model.take_from_model()
-            self._training.rule.seed(model.momenta())
+            self._training.rule.seed(model)
 
     def _local_step(self, row: Row) -> None:
         training, reducer = self._training, self._training.reducer
@@ -85,24 +86,27 @@ class DelayStage:
 
     def _replay(self, result: ControlResult, sums: list[Tensor], contributions: int) -> None:
         training = self._training
-        divisor = contributions / training.size if training.sums_gradients else contributions
-        pairs = zip(result.options, result.counts, strict=True)
+        made = [(row, count) for row, count in zip(result.options, result.counts, strict=True) if count]
         training.global_model.replay(
-            sums,
-            float(divisor),
-            [training.view(row) for row, count in pairs if count > 0],
-            training.rule.corrections,
-            training.rule.correction,
+            Replay(
+                sums=sums,
+                squares=None,
+                contributions=contributions,
+                gradient_scale=float(training.size) if training.sums_gradients else 1.0,
+                steps=[training.view(row) for row, _ in made],
+                counts=[count for _, count in made],
+                corrections=training.rule.corrections,
+                correction=training.rule.correction,
+            )
         )
 
     def _rebase(self, moved: bool) -> None:
         model, rule = self._training.global_model, self._training.rule
         assert model.weights is not None
         if not self.rows_since_sync:
-            rule.follow(model.weights, model.momenta())
+            rule.follow(model.weights, model)
         elif moved:
-            steps = [self._training.view(row) for row in self.rows_since_sync]
-            rule.rebase(model.weights, model.momenta(), steps)
+            rule.rebase(model.weights, model, [self._training.view(row) for row in self.rows_since_sync])
         self.rows_since_sync = []
 
     def flush_event(self) -> ControlResult:

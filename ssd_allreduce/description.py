@@ -60,11 +60,16 @@ def describe_weights(names: Sequence[str], weights: Sequence[Tensor]) -> tuple[s
 
 def describe_state(names: Sequence[str], model: GlobalModel) -> tuple[str, agreement.Lines]:
     """Digests of the base optimizer's state."""
-    return "the optimizer's state", _digests(names, model.momenta())
+    lines = []
+    for name, entry in zip(names, model.entries(), strict=True):
+        for key, value in sorted(entry.items()):
+            text = agreement.tensor_digest(value) if isinstance(value, Tensor) else repr(value)
+            lines.append((f"the {key} of {name!r}", text))
+    return "the optimizer's state", lines
 
 
-def _digests(names: Sequence[str], tensors: Sequence[Tensor | None]) -> agreement.Lines:
+def _digests(names: Sequence[str], tensors: Sequence[Tensor]) -> agreement.Lines:
     return [
-        (f"the digest of {name!r}", "none" if tensor is None else agreement.tensor_digest(tensor))
+        (f"the digest of {name!r}", agreement.tensor_digest(tensor))
         for name, tensor in zip(names, tensors, strict=True)
     ]

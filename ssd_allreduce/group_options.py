@@ -6,7 +6,7 @@ step, sent with the control row, and written back for the replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,6 +14,9 @@ from typing import Any, TypeAlias
 import torch
 
 Row: TypeAlias = tuple[float, ...]
+StepOptions: TypeAlias = Callable[[int, str], float]
+"""The value of an option of a param group in one step: ``options(group, "lr")``. Elements of options
+that are tuples have names of their own: ``"betas[0]"``."""
 Groups: TypeAlias = list[dict[str, Any]]
 
 
@@ -24,6 +27,11 @@ class _Slot:
     group: int
     option: str
     element: int | None
+
+    @property
+    def name(self) -> str:
+        """The option's name; with the element's index where it is a tuple."""
+        return self.option if self.element is None else f"{self.option}[{self.element}]"
 
 
 def _is_number(value: object) -> bool:
@@ -50,7 +58,7 @@ class GroupOptions:
                     self._slots.append(_Slot(group_index, option, None))
                 elif isinstance(value, tuple | list) and all(map(_is_number, value)):
                     self._slots += [_Slot(group_index, option, i) for i in range(len(value))]
-        self._column = {(s.group, s.option): i for i, s in reversed(list(enumerate(self._slots)))}
+        self._column = {(slot.group, slot.name): column for column, slot in enumerate(self._slots)}
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -21,6 +21,7 @@ from ssd_allreduce.compensation import make_rule
 from ssd_allreduce.control_channel import ControlChannel
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
+from ssd_allreduce.families import choose_family
 from ssd_allreduce.global_model import GlobalModel
 from ssd_allreduce.group_options import GroupOptions
 from ssd_allreduce.parameters import Parameters, name_parameters
@@ -31,6 +32,7 @@ from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
 from ssd_allreduce.training import Training
 from ssd_allreduce.transport import Transport
+from ssd_allreduce.update_family import Family
 from ssd_allreduce.wire import NoCompression, WireFormat
 
 _instances: Counter[str] = Counter()
@@ -125,6 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         engine = _choose_communicator(request, communicator)
         parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
         self._base = BaseOptimizer(optimizer, _other_holders(optimizer))
+        self._family = choose_family(self._base, parameters)
+        self._family.check(settings)
         self._constructing = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructing = False
@@ -135,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, warmup_steps, self._stats)
         else:
-            training = _assemble(engine, parameters, self._base, settings, request, self._stats)
+            training = _assemble(engine, self._family, settings, request, self._stats)
             self._engine = Coordinator(training)
         self._base.on_load = self._engine.optimizer_state_loaded
 
@@ -283,7 +287,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._engine.training.schedule.events == 0
                     and self._engine.training.schedule.position == 0
                 ):
-                    self._base.materialise_state()
+                    self._base.materialise_state(self._family.initial_state)
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
         packed["state"][checkpoint.KEY] = entry
@@ -409,13 +413,13 @@ def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any
 
 def _assemble(
     communicator: Communicator,
-    parameters: Parameters,
-    base: BaseOptimizer,
+    family: Family,
     settings: Settings,
     request: _Request,
     stats: StatsRecorder,
 ) -> Training:
     """Make the parts and put them together."""
+    parameters, base = family.parameters, family.base
     _instances[communicator.key] += 1
     prefix = f"ssd.{_instances[communicator.key]}"
     transport = Transport(communicator, prefix, settings.timeout, stats)
@@ -440,8 +444,9 @@ def _assemble(
         reducer=reducer,
         control=ControlChannel(reducer, options, communicator.rank),
         options=options,
-        global_model=GlobalModel(parameters, base),
-        rule=make_rule(settings, parameters, gradient_scale),
+        family=family,
+        global_model=GlobalModel(parameters, base, family),
+        rule=make_rule(settings, family, gradient_scale),
         stats=stats,
     )
 

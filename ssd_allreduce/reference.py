@@ -291,7 +291,7 @@ class _Lists:
             if tensor.dtype not in _PARAMETER_DTYPES:
                 raise ValueError(
                     f"{self._op}: {name}[{index}] has dtype {_dtype_name(tensor.dtype)}; allowed "
-                    "are Half, BFloat16, Float and Double"
+                    "are float16, bfloat16, float32 and float64"
                 )
 
     def parameters(self, name: str, tensors: Tensors, optional: bool = False) -> None:
@@ -327,17 +327,8 @@ class _Lists:
                 )
 
 
-_DTYPE_NAMES = {
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float",
-    torch.float64: "Double",
-}
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
-    """The name that ATen, and so the compiled kernels' messages, give a dtype."""
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return str(dtype).removeprefix("torch.")
 
 
 def _choice(op: str, name: str, value: int, choices: type[IntEnum]) -> int:

@@ -9,14 +9,15 @@ from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.compensation import LocalRule
 from ssd_allreduce.control_channel import ControlChannel
-from ssd_allreduce.global_model import GlobalModel, StepOptions
-from ssd_allreduce.group_options import GroupOptions, Row
+from ssd_allreduce.global_model import GlobalModel
+from ssd_allreduce.group_options import GroupOptions, Row, StepOptions
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.reducer import Reducer
 from ssd_allreduce.schedule import Schedule
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.statistics import StatsRecorder
 from ssd_allreduce.transport import Transport
+from ssd_allreduce.update_family import Family
 from ssd_allreduce.wire import WireFormat
 
 
@@ -33,6 +34,7 @@ class Training:
     reducer: Reducer
     control: ControlChannel
     options: GroupOptions
+    family: Family
     global_model: GlobalModel
     rule: LocalRule
     stats: StatsRecorder
