@@ -8,6 +8,7 @@ if [ ! -x "$_ssd_venv/bin/python" ]; then
     echo "scripts/env.sh: there is no environment in $_ssd_venv; run scripts/setup.sh first" >&2
     return 1
 fi
+_ssd_venv="$(cd "$_ssd_venv" && pwd)"
 
 export VIRTUAL_ENV="$_ssd_venv"
 case ":$PATH:" in

@@ -30,6 +30,7 @@ main() {
     check_compiler
     ensure_venv
     check_python_headers
+    repair_interrupted_install
     run_step build-requirements "${BUILD_REQUIREMENTS[*]}" install_build_requirements
     ensure_torch
     TORCH_VERSION="$(version_of torch)"

@@ -20,13 +20,18 @@ die() {
 # How much of a log a person reads before they know what went wrong.
 TAIL_LINES=40
 
-# logged LOG COMMAND...: runs quietly; when the command fails, shows the end of what it wrote.
+# logged LOG COMMAND...: runs quietly; when the command fails, shows the end of what it wrote, and
+# the compiler's first errors, which build tools bury under their own.
 logged() {
     local log="$1"
     shift
     if ! "$@" >"$log" 2>&1; then
         printf '\n--- last lines of %s\n' "$log" >&2
         tail -n "$TAIL_LINES" "$log" >&2
+        if grep -q ': error: ' "$log"; then
+            printf '%s\n' '--- first errors' >&2
+            grep -m 5 ': error: ' "$log" >&2
+        fi
         return 1
     fi
 }
@@ -41,11 +46,22 @@ take_turns() {
     fi
 }
 
+# pip_install ARGUMENTS...: leaves a mark while pip is at work, see repair_interrupted_install.
 pip_install() {
     local log="$VENV/pip.log"
+    touch "$VENV/.installing"
     logged "$log" "$PY" -m pip install --disable-pip-version-check "$@" ||
         die "pip could not install: $*" \
             "Is the package index reachable (pip config, proxy)? Then run this script again."
+    rm "$VENV/.installing"
+}
+
+repair_interrupted_install() {
+    if [ -e "$VENV/.installing" ]; then
+        say "the last set-up was interrupted: looking for what it left incomplete"
+        "$PY" "$REPO_ROOT/scripts/lib/forget_incomplete.py"
+        rm -rf "$STAMPS" "$VENV/.installing"
+    fi
 }
 
 digest() {

@@ -56,6 +56,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 
 create_venv() {
     say "virtual environment in $VENV"
+    rm -rf "$STAMPS" "$VENV/.ready"
     "$PYTHON" -m venv "$VENV" ||
         die "$PYTHON could not create a virtual environment" \
             "Install its venv module (Debian, Ubuntu: python3-venv)."
