@@ -24,6 +24,8 @@ ROWS = (
     ("wait_seconds", "seconds waiting for communication", "{:.2f}"),
     ("seconds", "seconds in all", "{:.1f}"),
 )
+BEGIN = "<!-- written by scripts/demo.sh: begin -->\n"
+END = "<!-- written by scripts/demo.sh: end -->\n"
 # A step's own loss is too noisy to compare by eye.
 SMOOTHED_STEPS = 25
 
@@ -36,15 +38,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ssd", type=Path, required=True, help="record of SSD-SGD")
     parser.add_argument("--png", type=Path, help="where the picture goes")
     parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--readme", type=Path, help="Markdown file that holds the table")
     return parser.parse_args()
 
 
-def table(records: dict[str, Record]) -> str:
+def table(figures: dict[str, dict[str, float]]) -> str:
     width = max(len(title) for _, title, _ in ROWS) + 2
     lines = [" " * width + "".join(f"{name:>15}" for name in NAMES.values())]
     lines.append("-" * len(lines[0]))
     for key, title, form in ROWS:
-        cells = "".join(f"{form.format(records[name]['figures'][key]):>15}" for name in NAMES)
+        cells = "".join(f"{form.format(figures[name][key]):>15}" for name in NAMES)
         lines.append(f"{title:<{width}}{cells}")
     return "\n".join(lines)
 
@@ -86,22 +89,31 @@ def draw(records: dict[str, Record], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write_figures(records: dict[str, Record], path: Path) -> None:
+def write_figures(figures: dict[str, dict[str, float]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figures = {name: record["figures"] for name, record in records.items()}
     path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def with_table(text: str, figures: dict[str, dict[str, float]]) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}```\n{table(figures)}\n```\n{END}{after}"
 
 
 def main() -> None:
     arguments = parse_arguments()
     records: dict[str, Record] = {name: json.loads(getattr(arguments, name).read_text()) for name in NAMES}
-    print(table(records))
+    figures = {name: record["figures"] for name, record in records.items()}
+    print(table(figures))
     if arguments.png is not None:
         draw(records, arguments.png)
         print(f"\npicture: {arguments.png}")
     if arguments.json is not None:
-        write_figures(records, arguments.json)
+        write_figures(figures, arguments.json)
         print(f"figures: {arguments.json}")
+    if arguments.readme is not None:
+        text = with_table(arguments.readme.read_text(), figures)
+        arguments.readme.write_text(text)
 
 
 if __name__ == "__main__":

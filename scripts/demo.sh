@@ -4,6 +4,7 @@
 #
 #   scripts/demo.sh [--ranks 2] [--epochs N] [--delay-steps K] [--overlap-steps D] [--warmup-steps T]
 #                   [--json PATH] [--png PATH]
+#   scripts/demo.sh --docs      writes the figures and the picture that the README shows
 
 set -euo pipefail
 
@@ -13,11 +14,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RANKS=2
 PNG="runs/demo.png"
 JSON=""
+README=""
 TRAINING=()
 
 usage_error() {
     printf 'demo.sh: %s\n' "$1" >&2
-    sed -n '5,6s/^#  //p' scripts/demo.sh >&2
+    sed -n '5,7s/^#  //p' scripts/demo.sh >&2
     exit 2
 }
 
@@ -31,7 +33,8 @@ from_here() {
 while [ "$#" -gt 0 ]; do
     option="$1"
     case "$option" in
-        -h | --help) sed -n '2,6s/^# \{0,1\}//p' scripts/demo.sh; exit 0 ;;
+        -h | --help) sed -n '2,7s/^# \{0,1\}//p' scripts/demo.sh; exit 0 ;;
+        --docs) JSON=docs/demo.json PNG=docs/images/demo.png README=README.md; shift; continue ;;
         --*=*) option="${1%%=*}"; value="${1#*=}"; shift ;;
         *) [ "$#" -ge 2 ] || usage_error "$1 needs a value"; value="$2"; shift 2 ;;
     esac
@@ -64,7 +67,7 @@ train ssd "SSD-SGD, $RANKS ranks"
 
 printf '\n'
 python examples/demo_report.py --horovod "$RECORDS/horovod.json" --ssd "$RECORDS/ssd.json" \
-    --png "$PNG" ${JSON:+--json "$JSON"}
+    --png "$PNG" ${JSON:+--json "$JSON"} ${README:+--readme "$README"}
 
 cat <<'END'
 
