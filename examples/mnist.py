@@ -39,10 +39,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("horovod", "ssd"), default="ssd")
     parser.add_argument("--delay-steps", type=int, default=8, help="k: steps per allreduce")
     parser.add_argument(
-        "--overlap-steps", type=int, default=4, help="d: steps during which an allreduce may travel"
+        "--overlap-steps",
+        type=int,
+        help="d: steps during which an allreduce may travel; k // 2 if not given",
     )
-    parser.add_argument("--warmup-steps", type=int, default=62, help="T: synchronous steps at the start")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument(
+        "--warmup-steps",
+        type=int,
+        help="T: synchronous steps at the start; one epoch of them if not given",
+    )
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--lr", type=float, default=0.02, help="of one rank; times their number")
     parser.add_argument("--momentum", type=float, default=0.9)
@@ -88,7 +94,9 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
-def build_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    arguments: argparse.Namespace, model: nn.Module, steps_per_epoch: int
+) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=arguments.lr * hvd.size(),
@@ -97,11 +105,12 @@ def build_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.op
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     if arguments.optimizer == "ssd":
+        warmup_steps = arguments.warmup_steps
         optimizer = ssd.DistributedOptimizer(
             optimizer,
             delay_steps=arguments.delay_steps,
             overlap_steps=arguments.overlap_steps,
-            warmup_steps=arguments.warmup_steps,
+            warmup_steps=steps_per_epoch if warmup_steps is None else warmup_steps,
         )
     return optimizer
 
@@ -136,7 +145,7 @@ class Training:
         )
         self.test_digits = len(test)
         self.model = SmallCNN()
-        self.optimizer = build_optimizer(arguments, self.model)
+        self.optimizer = build_optimizer(arguments, self.model, len(self.batches))
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, T_max=arguments.epochs * len(self.batches)
         )
