@@ -1,8 +1,11 @@
 #include "tensor_lists.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
+
+#include <string>
 
 namespace ssd_allreduce {
 namespace {
@@ -14,6 +17,9 @@ bool is_parameter_type(at::ScalarType type) {
 at::ScalarType compute_type(at::ScalarType parameter_type) {
   return parameter_type == at::kDouble ? at::kDouble : at::kFloat;
 }
+
+// As in torch.float32.
+std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 using Strides = c10::SmallVector<int64_t, 5>;
 
@@ -50,8 +56,8 @@ ListChecker::ListChecker(const char* operation, at::DeviceType device, const cha
     : operation_(operation), leading_name_(name), leading_(leading) {
   for (int64_t i = 0; i < static_cast<int64_t>(leading.size()); ++i) {
     TORCH_CHECK_VALUE(is_parameter_type(leading[i].scalar_type()), "ssd_allreduce::", operation,
-                      ": ", name, "[", i, "] has dtype ", leading[i].scalar_type(),
-                      "; allowed are Half, BFloat16, Float and Double");
+                      ": ", name, "[", i, "] has dtype ", dtype_name(leading[i].scalar_type()),
+                      "; allowed are float16, bfloat16, float32 and float64");
     TORCH_CHECK_VALUE(leading[i].device().type() == device, "ssd_allreduce::", operation, ": ",
                       name, "[", i, "] is on ", leading[i].device(),
                       "; all tensors of one call must be on one type of device");
@@ -96,8 +102,9 @@ void ListChecker::compare_one(const char* name, int64_t index, const at::Tensor&
   const at::ScalarType required =
       is_parameter ? leader.scalar_type() : compute_type(leader.scalar_type());
   TORCH_CHECK_VALUE(tensor.scalar_type() == required, "ssd_allreduce::", operation_, ": ", name,
-                    "[", index, "] has dtype ", tensor.scalar_type(), "; with ", leading_name_, "[",
-                    index, "] of ", leader.scalar_type(), " it must be ", required);
+                    "[", index, "] has dtype ", dtype_name(tensor.scalar_type()), "; with ",
+                    leading_name_, "[", index, "] of ", dtype_name(leader.scalar_type()),
+                    " it must be ", dtype_name(required));
   TORCH_CHECK_VALUE(tensor.device() == leader.device(), "ssd_allreduce::", operation_, ": ", name,
                     "[", index, "] is on ", tensor.device(), ", ", leading_name_, "[", index,
                     "] is on ", leader.device(), "; they must be on the same device");
