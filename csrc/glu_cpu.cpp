@@ -2,6 +2,7 @@
 
 #include <ATen/Config.h>
 #include <ATen/Parallel.h>
+#include <ATen/Version.h>
 #include <ATen/ops/zeros.h>
 
 #include <atomic>
@@ -96,8 +97,9 @@ __attribute__((target("avx2"))) void apply_rule_avx2(const Rule& rule, void* con
 template <typename T, typename Rule>
 auto apply_rule_for_this_processor() {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) {
+  // torch's own choice, which ATEN_CPU_CAPABILITY can lower.
+  static const bool use_avx2 = at::get_cpu_capability() != "DEFAULT";
+  if (use_avx2) {
     return &apply_rule_avx2<T, Rule>;
   }
 #endif
