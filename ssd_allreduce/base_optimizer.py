@@ -17,6 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssd_allreduce.communicators import horovod
+from ssd_allreduce.errors import UsageError
+
+ENTRY = "ssd_allreduce"
+"""Key of the wrapper's own entry in an optimizer's state, where all other keys are parameters."""
 
 
 def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
@@ -46,7 +50,6 @@ class BaseOptimizer:
 
     Args:
         given: the user's optimizer, or Horovod's wrapper of it.
-        relatives: other objects that share its groups; kept in step with it.
 
     Attributes:
         kind: the user's optimizer class.
@@ -54,18 +57,23 @@ class BaseOptimizer:
         state: the shared optimizer state, keyed by parameter.
     """
 
-    def __init__(self, given: Optimizer, relatives: Iterable[Optimizer]) -> None:
+    def __init__(self, given: Optimizer) -> None:
         self.given = given
         self.kind = horovod.base_class(given)
         _refuse_differentiable(given)
         self.groups: list[dict[str, Any]] = given.param_groups
         self.state: Any = given.state
-        self.on_load: Callable[[], None] = lambda: None
+        self.on_load: Callable[[dict[str, Any] | None], None] = lambda _: None
+        """Called after a load through an object under the wrapper, with the wrapper's own entry if any."""
         self._horovod_wrapped = horovod.is_wrapped(given)
-        self._relatives = [given, *relatives]
+        self._relatives: list[Optimizer] = []
         self._step = plain_step(self.kind)
         self._materialised: dict[Tensor, dict[str, Any]] = {}
         self._undo: list[Callable[[], None]] = []
+
+    def attach(self, relatives: Iterable[Optimizer]) -> None:
+        """Take the optimizer and its relatives, which share its groups, under the wrapper."""
+        self._relatives = [self.given, *relatives]
         for relative in self._relatives:
             self.share_with(relative)
             handle = relative.register_load_state_dict_post_hook(self._after_load)
@@ -80,7 +88,13 @@ class BaseOptimizer:
         methods = ("step", "synchronize") if self._horovod_wrapped else ("step",)
         for method in methods:
             refusal = message.format(method + "()")
-            self._undo.append(horovod.refusing(self.given, method, refusal))
+            self._undo.append(refusing(self.given, method, refusal))
+        for relative in self._relatives:
+            refusal = (
+                "add_param_group() after wrapping is not supported: ranks agreed on the tensors that they "
+                "exchange. flush() and close() the wrapper, add the group, and wrap anew."
+            )
+            self._undo.append(refusing(relative, "add_param_group", refusal))
         if self._horovod_wrapped:
             horovod.silence(self.given)
             self._undo.append(lambda: horovod.restore(self.given))
@@ -91,14 +105,19 @@ class BaseOptimizer:
         optimizer.state = self.state
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        self.take_over(optimizer.param_groups, optimizer.state)
+        entry = self.take_over(optimizer.param_groups, optimizer.state)
         self.share_with(optimizer)
         if self._horovod_wrapped:
             horovod.silence(self.given)
-        self.on_load()
+        self.on_load(entry)
 
-    def take_over(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
-        """Put loaded groups and state into the shared ones, so that every holder sees them."""
+    def take_over(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> dict[str, Any] | None:
+        """Put loaded groups and state into the shared ones, so that every holder sees them.
+
+        Returns:
+            The wrapper's own entry, if the loaded state has one.
+        """
+        entry = state.pop(ENTRY, None)
         if groups is not self.groups:
             for mine, loaded in zip(self.groups, groups, strict=True):
                 mine.clear()
@@ -108,6 +127,7 @@ class BaseOptimizer:
             self.state.clear()
             self.state.update(entries)
         self._materialised = {}
+        return None if entry is None else dict(entry)
 
     def step(self, instance: Optimizer | None = None) -> None:
         """One step of the user's own optimizer code; runs no hooks.
@@ -188,3 +208,24 @@ def _refuse_differentiable(given: Optimizer) -> None:
             "differentiable=True is not supported: steps are made outside of autograd. Allowed: "
             "differentiable=False."
         )
+
+
+def refusing(optimizer: Any, method: str, message: str) -> Callable[[], None]:
+    """Shadow a method of one optimizer instance by a refusal; returns what undoes it."""
+    had = method in optimizer.__dict__
+    before = optimizer.__dict__.get(method)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise UsageError(message)
+
+    # A learning rate scheduler looks for this mark, and warns when it is gone.
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    setattr(optimizer, method, refuse)
+
+    def undo() -> None:
+        if had:
+            setattr(optimizer, method, before)
+        else:
+            optimizer.__dict__.pop(method, None)
+
+    return undo

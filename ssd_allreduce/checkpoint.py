@@ -19,7 +19,6 @@ from ssd_allreduce.schedule import Schedule, Stage
 if TYPE_CHECKING:
     from ssd_allreduce.coordinator import Coordinator
 
-KEY = "ssd_allreduce"
 FORMAT = 1
 
 
@@ -52,7 +51,7 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
     entry["settings"] = dict(coordinator.training.settings.describe())
     if coordinator.training.global_model.weights is not None:
         entry["local"] = {
-            "weights": [p.detach() for p in coordinator.training.parameters.tensors],
+            "weights": coordinator.local_weights(),
             "rule": coordinator.training.rule.export_state(),
             "period_steps": list(coordinator.delay.period_steps),
             "rows_since_sync": list(coordinator.delay.rows_since_sync),

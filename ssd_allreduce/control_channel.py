@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ssd_allreduce.agreement import text_digest
 from ssd_allreduce.control import FAILURE_TEXT, ControlCodec, ControlResult, ControlRow, Failure
 from ssd_allreduce.errors import PeerFailedError, RankMismatchError
 from ssd_allreduce.group_options import GroupOptions, Row
@@ -29,6 +30,8 @@ class ControlChannel:
         self._warned = False
         self.settings_digest = 0
         """Digest of what the ranks agreed on; differs where one has agreed on something else since."""
+        self.loads = 0
+        """Loads of optimizer state since; ranks that have not all loaded differ in it."""
         self.arrived: tuple[Tensor, Tensor] | None = None
         """The row in flight, once it has been waited for early."""
 
@@ -44,7 +47,8 @@ class ControlChannel:
         failure: Failure = Failure.NONE,
     ) -> None:
         """Start this rank's part of the row of a sync event whose period has at most so many steps."""
-        row = ControlRow(event, self.settings_digest, steps, flushing, failure)
+        digest = text_digest(f"{self.settings_digest} {self.loads}")
+        row = ControlRow(event, digest, steps, flushing, failure)
         self._reducer.send_control(*self._codec(period).encode(row))
 
     def wait(self) -> None:

@@ -29,9 +29,12 @@ _STEP_REMEDY = (
     "Pass issue='step' to ssd_allreduce.DistributedOptimizer, so that a gradient is final only at step()."
 )
 _INSIDE_GLOBAL_WEIGHTS = (
-    "backward() and step() are refused inside global_weights(): the model holds the global weights "
-    "there, and gradients taken at them belong to no local step. Leave the context first."
+    "backward(), step() and other changes are refused inside global_weights(): the model holds the "
+    "global weights there, and gradients taken at them belong to no local step. Leave the context first."
 )
+
+
+_LINGERING_SECONDS = 5.0
 
 
 class Coordinator:
@@ -43,7 +46,7 @@ class Coordinator:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self._parameters = training.parameters
+        self.parameters = training.parameters
         self._schedule = training.schedule
         self._reducer = training.reducer
         self._model = training.global_model
@@ -57,8 +60,9 @@ class Coordinator:
         self._agreed = False
         self._failed: SSDError | None = None
         self._inside_global_weights = False
+        self._held_local_weights: list[Tensor] | None = None
         training.transport.progress = training.stats.describe_progress
-        training.reducer.count_passes = not self._issue_at_step
+        self._arm()
 
     # -- agreement -------------------------------------------------------------------------------
 
@@ -66,6 +70,7 @@ class Coordinator:
         """Compare all ranks before the first step, and before the first after a load. Collective."""
         if self._agreed:
             return
+        self.training.base.discard_materialised_state()
         self._restart_period_on_all_ranks_if_any_must()
         self.training.control.settings_digest = agreement.compare_ranks(
             self._describe(),
@@ -95,11 +100,11 @@ class Coordinator:
             self._guard.accept()
 
     def _describe(self) -> list[tuple[str, agreement.Lines]]:
-        names, model = self._parameters.names, self._model
+        names, model = self.parameters.names, self._model
         return [
-            describe.describe_settings(self.training.settings, self.training.wire),
+            describe.describe_settings(self.training.settings, self.training.wire, self._reducer.unit_names),
             describe.describe_base(self.training.base, self.training.options),
-            describe.describe_parameters(self._parameters),
+            describe.describe_parameters(self.parameters),
             describe.describe_progress(self._schedule.events),
             describe.describe_weights(names, model.current()),
             describe.describe_state(names, model),
@@ -115,9 +120,7 @@ class Coordinator:
             scaler: whether a GradScaler drives the step.
         """
         self._refuse_if_unusable("step()")
-        if not self._agreed:
-            self.training.base.discard_materialised_state()
-            self.agree()
+        self.agree()
         plan = self._schedule.plan()
         self.training.stats.stage = plan.stage
         self._check_before_step(plan, scaler)
@@ -141,10 +144,14 @@ class Coordinator:
     def _fail(self, error: SSDError) -> None:
         self._failed = error
         self._reducer.begin_step()
+        self._arm()
 
-    def _refuse_if_unusable(self, call: str) -> None:
+    def _refuse_inside_global_weights(self) -> None:
         if self._inside_global_weights:
             raise UsageError(_INSIDE_GLOBAL_WEIGHTS)
+
+    def _refuse_if_unusable(self, call: str) -> None:
+        self._refuse_inside_global_weights()
         if self._failed is not None:
             raise UsageError(
                 f"{call} after an error that ended training on this rank ({self._failed}). Call "
@@ -152,16 +159,25 @@ class Coordinator:
             ) from self._failed
 
     def _check_before_step(self, plan: StepPlan, scaler: bool) -> None:
-        self._parameters.refuse_unfrozen()
         problem, failure = self._find_problem(scaler)
         if problem is None:
             return
         if plan.is_sync_point:
-            # The others wait for this rank's part: it sends it, marked as useless.
-            stage = self.warmup if plan.stage is Stage.WARMUP else self.delay
-            stage.announce_failure(failure)
+            self._announce_failure(failure)
             self._fail(problem)
         raise problem
+
+    def _announce_failure(self, failure: Failure) -> None:
+        """Take part in the next sync event with a part marked as useless, so that nobody waits for it."""
+        if self._schedule.in_flight:
+            self.delay.complete(rebase=False)
+        if self.warmup.synchronized is not None:
+            # The step's own event is over: the others will hear of it at their next one.
+            self.warmup.synchronized = None
+            self._schedule.close_warmup_event(contributed=True)
+            self._reducer.begin_step()
+        stage = self.warmup if self._schedule.stage is Stage.WARMUP else self.delay
+        stage.announce_failure(failure)
 
     def _find_problem(self, scaler: bool) -> tuple[SSDError | None, Failure]:
         if scaler and self._reducer.handed_over:
@@ -172,6 +188,9 @@ class Coordinator:
             return problem, Failure.GRADIENT_SCALER
         if scaler:
             self.issue_at_step()
+        unfrozen = self.parameters.find_unfrozen()
+        if unfrozen is not None:
+            return unfrozen, Failure.OTHER
         changed = self._reducer.changed_gradients()
         if changed:
             problem = GradientChangedError(
@@ -189,7 +208,8 @@ class Coordinator:
 
     def _arm(self) -> None:
         plan = self._schedule.plan()
-        if self._issue_at_step or not self._agreed or not plan.is_sync_point:
+        self._reducer.count_passes = not self._issue_at_step and self._failed is None
+        if not self._reducer.count_passes or not self._agreed or not plan.is_sync_point:
             self._reducer.mode = HookMode.SILENT
         elif plan.stage is Stage.WARMUP:
             self._reducer.mode = HookMode.REDUCE_GRADIENT
@@ -201,7 +221,6 @@ class Coordinator:
         if self._issue_at_step:
             return
         self._issue_at_step = True
-        self._reducer.count_passes = False
         if not self._reducer.handed_over:
             self._arm()
 
@@ -228,10 +247,12 @@ class Coordinator:
         """Take part in sync events until all ranks flush; then ``w == W`` everywhere. Collective."""
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
-        if not self._agreed:
-            self.training.base.discard_materialised_state()
-            self.agree()
-        self._refuse_changed_weights("flush()")
+        self.agree()
+        problem = self._guard.find_change("flush()")
+        if problem is not None:
+            self._announce_failure(Failure.WEIGHTS_CHANGED)
+            self._fail(problem)
+            raise problem
         with self._ending_training_on_errors():
             if self._schedule.in_flight:
                 self.delay.complete()
@@ -253,28 +274,27 @@ class Coordinator:
                 "step. Call step() first."
             )
 
-    def _refuse_changed_weights(self, call: str) -> None:
-        problem = self._guard.find_change(call)
-        if problem is not None:
-            raise problem
-
     def adopt_weights(self) -> None:
         """Make the model's weights the global ones on all ranks. Collective."""
+        self._refuse_inside_global_weights()
         self._refuse_between_backward_and_step("adopt_weights()")
-        if not self._agreed:
+        if not self._guard.active:
+            # Before the first step, weights may be changed anyhow.
             return
+        self._complete_without_rebase()
         agreement.compare_ranks(
             [
                 describe.describe_progress(self._schedule.events),
-                describe.describe_weights(self._parameters.names, self._parameters.tensors),
+                describe.describe_weights(self.parameters.names, self.parameters.tensors),
+                describe.describe_state(self.parameters.names, self._model),
             ],
             self.training.rank,
             self.training.size,
             partial(self._reduce_named, "adopt"),
-            "adopt_weights() needs the same weights on all ranks, after the same steps: load or "
-            "broadcast them first.",
+            "adopt_weights() needs the same weights and optimizer state on all ranks, after the same "
+            "steps: load or broadcast them first.",
         )
-        self.delay.settle()
+        self.needs_new_period = False
         self._schedule.restart_period()
         self.delay.drop_period()
         if self._model.weights is not None:
@@ -282,6 +302,17 @@ class Coordinator:
             self._rule.seed(self._model)
         self._failed = None
         self._prepare_next_step()
+
+    def _complete_without_rebase(self) -> None:
+        """Bring the global state up to date; the local weights are about to replace the global ones."""
+        if not self._schedule.in_flight:
+            return
+        try:
+            self.delay.complete(rebase=False)
+        except SSDError:
+            # Another rank's failure is what adopt_weights() mends; no rank uses this event's sums.
+            self.delay.drop_period()
+            self._schedule.restart_period()
 
     # -- views of the state ----------------------------------------------------------------------
 
@@ -291,8 +322,10 @@ class Coordinator:
         if self._inside_global_weights:
             yield
             return
-        self._refuse_changed_weights("global_weights()")
-        local = self._put_global_weights()
+        problem = self._guard.find_change("global_weights()")
+        if problem is not None:
+            raise problem
+        local = self._held_local_weights = self._put_global_weights()
         inside = self._guard.versions()
         self._inside_global_weights = True
         self._reducer.forbidden = _INSIDE_GLOBAL_WEIGHTS
@@ -300,12 +333,12 @@ class Coordinator:
             yield
         finally:
             self._inside_global_weights = False
+            self._held_local_weights = None
             self._reducer.forbidden = None
             now = self._guard.versions()
             if local is not None:
                 with torch.no_grad():
-                    torch._foreach_copy_(self._parameters.tensors, local)
-            if self._guard.active:
+                    torch._foreach_copy_(self.parameters.tensors, local)
                 self._guard.accept()
         if now != inside and local is not None:
             raise WeightsChangedError(
@@ -317,32 +350,48 @@ class Coordinator:
         if self._model.weights is None:
             return None
         with torch.no_grad():
-            local = [p.detach().clone() for p in self._parameters.tensors]
-            torch._foreach_copy_(self._parameters.tensors, self._model.weights)
+            local = [p.detach().clone() for p in self.parameters.tensors]
+            torch._foreach_copy_(self.parameters.tensors, self._model.weights)
         return local
+
+    def local_weights(self) -> list[Tensor]:
+        """This rank's local weights, also while the model holds the global ones."""
+        held = self._held_local_weights
+        return [p.detach() for p in self.parameters.tensors] if held is None else held
 
     def refuse_zero_grad(self) -> None:
         """Raise if the hooks have sent gradients that zeroing would make wrong."""
         if self._reducer.handed_over:
             raise UsageError(
-                "zero_grad() between backward() and step() at a sync point: the hooks have already "
-                "sent these gradients. Call zero_grad() before backward() or after step(), or pass "
-                "issue='step' to ssd_allreduce.DistributedOptimizer."
+                "zero_grad() between backward() and step() at a sync point: the hooks of "
+                f"{self._reducer.label} have already sent these gradients (those of another loss whose "
+                "backward() reaches its parameters count too). Call zero_grad() before backward() or "
+                "after step(), or pass issue='step' to ssd_allreduce.DistributedOptimizer."
             )
         self._reducer.forget_passes()
 
     def optimizer_state_loaded(self) -> None:
         """Follow a load of the base optimizer's state: local momentum starts from it."""
+        self.training.control.loads += 1
         if self._model.weights is not None:
             with torch.no_grad():
                 self._rule.seed(self._model)
+
+    def refuse_load(self) -> None:
+        """Raise if a checkpoint cannot be loaded now."""
+        self._refuse_inside_global_weights()
+        self._refuse_between_backward_and_step("load_state_dict()")
 
     def after_load(self) -> None:
         """Compare ranks again before the next step."""
         self._agreed = False
         self._failed = None
-        self.warmup.synchronized = None
-        self._guard.accept()
+        self.training.control.loads = 0
+        if self._model.weights is None:
+            # The model's own checkpoint may still be loaded: the comparison will see its weights.
+            self._guard.release()
+        else:
+            self._guard.accept()
         self._reducer.begin_step()
         self._arm()
 
@@ -350,3 +399,6 @@ class Coordinator:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
         self._reducer.mode = HookMode.SILENT
+        if self._schedule.in_flight and self._failed is None:
+            # A script that ends at once takes the engine down under ranks that are a little behind.
+            self._reducer.linger(_LINGERING_SECONDS)

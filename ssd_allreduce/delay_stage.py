@@ -69,7 +69,7 @@ class DelayStage:
         self.period_steps = []
         self.rows_since_sync = []
 
-    def complete(self) -> ControlResult:
+    def complete(self, rebase: bool = True) -> ControlResult:
         """Wait for the sums in flight, update the global model and rebase the local weights on it."""
         training = self._training
         event = training.schedule.events - 1
@@ -78,7 +78,8 @@ class DelayStage:
         contributions = sum(result.counts)
         if contributions:
             self._replay(result, sums, contributions)
-        self._rebase(moved=contributions > 0)
+        if rebase:
+            self._rebase(moved=contributions > 0)
         training.reducer.release_sums()
         training.schedule.complete()
         training.stats.completed(event)

@@ -15,9 +15,13 @@ from ssd_allreduce.settings import Settings
 from ssd_allreduce.wire import WireFormat
 
 
-def describe_settings(settings: Settings, wire: WireFormat) -> tuple[str, agreement.Lines]:
-    """The options of the algorithm and of the wire."""
+def describe_settings(
+    settings: Settings, wire: WireFormat, units: Sequence[Sequence[str]]
+) -> tuple[str, agreement.Lines]:
+    """The options of the algorithm and of the wire, and which tensors travel together."""
     lines = [*settings.describe(), *wire.describe(), ("kernels", ops.IMPLEMENTATION)]
+    if wire.grouped:
+        lines += [(f"group {number} of tensors", ", ".join(unit)) for number, unit in enumerate(units)]
     return "settings", lines
 
 
@@ -36,7 +40,9 @@ def describe_base(base: BaseOptimizer, options: GroupOptions) -> tuple[str, agre
 
 def describe_parameters(parameters: Parameters) -> tuple[str, agreement.Lines]:
     """Names, shapes, dtypes, layouts and groups of what is trained."""
-    lines = [("number of trainable parameters", str(len(parameters)))]
+    trainable = [(name, True) for name in parameters.names]
+    frozen = [(name, False) for name in parameters.frozen_names]
+    lines = [(f"requires_grad of {name!r}", str(flag)) for name, flag in sorted(trainable + frozen)]
     triples = zip(parameters.names, parameters.tensors, parameters.group_of, strict=True)
     for name, parameter, group in triples:
         lines += [

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ssd_allreduce import checkpoint
-from ssd_allreduce.base_optimizer import BaseOptimizer, optimizers_sharing_groups
+from ssd_allreduce.base_optimizer import ENTRY, BaseOptimizer, optimizers_sharing_groups
 from ssd_allreduce.communicators import horovod
 from ssd_allreduce.communicators.horovod import HorovodCommunicator
 from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
@@ -104,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         communicator: Communicator | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self._closed = False
+        self._closed = True
         settings = check_settings(
             delay_steps=delay_steps,
             overlap_steps=overlap_steps,
@@ -117,6 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             timeout=timeout,
         )
         _refuse_wrong_optimizer(type(self), optimizer)
+        _refuse_live_wrapper(optimizer)
         request = _read_request(
             optimizer,
             named_parameters=named_parameters,
@@ -126,13 +130,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         engine = _choose_communicator(request, communicator)
         parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
-        self._base = BaseOptimizer(optimizer, _other_holders(optimizer))
+        self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
         self._family.check(settings)
         self._constructing = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructing = False
-        self._base.share_with(self)
         self._stats = StatsRecorder()
         self._skip_synchronize = False
         self._engine: Coordinator | SingleProcess
@@ -141,7 +144,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             training = _assemble(engine, self._family, settings, request, self._stats)
             self._engine = Coordinator(training)
-        self._base.on_load = self._engine.optimizer_state_loaded
+        self._base.attach(_other_holders(optimizer))
+        self._base.share_with(self)
+        self._base.on_load = partial(_follow_load, self._engine)
+        # A wrapper that is dropped without close() must not leave hooks and refusals behind.
+        self._release = weakref.finalize(self, _release, self._engine, self._base)
+        self._closed = False
 
     # -- training loop ---------------------------------------------------------------------------
 
@@ -264,11 +272,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         The model keeps its local weights: call :meth:`flush` first to make them equal on all ranks.
         """
-        if self._closed:
-            return
         self._closed = True
-        self._engine.close()
-        self._base.release()
+        self._release()
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -290,7 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._base.materialise_state(self._family.initial_state)
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
-        packed["state"][checkpoint.KEY] = entry
+        packed["state"][ENTRY] = entry
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,18 +309,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._refuse_if_closed("load_state_dict()")
         state = dict(state_dict["state"])
-        entry = state.pop(checkpoint.KEY, None)
-        if isinstance(self._engine, Coordinator):
-            self._refuse_between_backward_and_step("load_state_dict()")
+        # The dictionary may be this optimizer's own, whose tensors are about to be written.
+        entry = copy.deepcopy(state.pop(ENTRY, None))
+        self._engine.refuse_load()
         if entry is not None:
             checkpoint.check(entry, self._parameters)
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
-        if isinstance(self._engine, SingleProcess):
-            self._engine.load_checkpoint(entry)
-        else:
-            checkpoint.restore(self._engine, entry)
+        _restore(self._engine, entry)
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
         if isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over:
@@ -349,6 +351,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _refuse_if_closed(self, call: str) -> None:
         if self._closed:
             raise UsageError(f"{call} after close(). Wrap the base optimizer anew.")
+
+
+def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
+    engine.close()
+    base.release()
+
+
+def _follow_load(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
+    """Follow a load through the user's or Horovod's optimizer."""
+    if entry is None:
+        engine.optimizer_state_loaded()
+        return
+    engine.refuse_load()
+    checkpoint.check(entry, engine.parameters)
+    _restore(engine, copy.deepcopy(entry))
+
+
+def _restore(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
+    if isinstance(engine, SingleProcess):
+        engine.load_checkpoint(entry)
+    else:
+        checkpoint.restore(engine, entry)
 
 
 @dataclass(frozen=True)
@@ -486,21 +510,28 @@ def _refuse_wrong_optimizer(kind: type, optimizer: object) -> None:
         )
 
 
-def _other_holders(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Optimizers that share the groups; a live wrapper of ours among them is an error."""
-    holders = optimizers_sharing_groups(optimizer)
-    if any(_is_live_wrapper(holder) for holder in holders):
+def _refuse_live_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    if _has_live_wrapper(optimizer):
         # It may be garbage that has not been collected yet.
-        holders = []
         gc.collect()
-        holders = optimizers_sharing_groups(optimizer)
-    if any(_is_live_wrapper(holder) for holder in holders):
-        raise UsageError(
-            "The optimizer is already wrapped by an ssd_allreduce.DistributedOptimizer that is still in "
-            "use. Call its close() first."
-        )
-    return [holder for holder in holders if not isinstance(holder, DistributedOptimizer)]
+        if _has_live_wrapper(optimizer):
+            raise UsageError(
+                "The optimizer is already wrapped by an ssd_allreduce.DistributedOptimizer that is still "
+                "in use. Call its close() first."
+            )
 
 
-def _is_live_wrapper(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, DistributedOptimizer) and not optimizer._closed
+def _has_live_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        isinstance(holder, DistributedOptimizer) and not holder._closed
+        for holder in optimizers_sharing_groups(optimizer)
+    )
+
+
+def _other_holders(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Optimizers of the user's that share the groups."""
+    return [
+        holder
+        for holder in optimizers_sharing_groups(optimizer)
+        if not isinstance(holder, DistributedOptimizer)
+    ]

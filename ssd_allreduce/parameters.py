@@ -12,6 +12,8 @@ from torch import Tensor
 from ssd_allreduce import layout
 from ssd_allreduce.errors import UsageError
 
+_TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -42,12 +44,12 @@ class Parameters:
         self.names: list[str] = []
         self.group_of: list[int] = []
         self.frozen: list[Tensor] = []
-        self._frozen_names: list[str] = []
+        self.frozen_names: list[str] = []
         for group_index, group in enumerate(groups):
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     self.frozen.append(parameter)
-                    self._frozen_names.append(names[parameter])
+                    self.frozen_names.append(names[parameter])
                     continue
                 _refuse_untrainable(names[parameter], parameter)
                 self.tensors.append(parameter)
@@ -66,15 +68,15 @@ class Parameters:
             batches.setdefault(key, []).append(index)
         return [Batch(key[0], tuple(indices)) for key, indices in batches.items()]
 
-    def refuse_unfrozen(self) -> None:
-        """Raise if a parameter that was frozen at the first step has become trainable."""
-        for parameter, name in zip(self.frozen, self._frozen_names, strict=True):
+    def find_unfrozen(self) -> UsageError | None:
+        """An error that names a parameter which has become trainable since, if any."""
+        for parameter, name in zip(self.frozen, self.frozen_names, strict=True):
             if parameter.requires_grad:
-                raise UsageError(
-                    f"Parameter {name!r} was frozen (requires_grad=False) at the first step() and is "
-                    "trainable now. Ranks agreed on the tensors they exchange at the first step. "
-                    "Unfreeze before it, or flush(), close() and wrap the optimizer anew."
+                return UsageError(
+                    f"Parameter {name!r} was frozen (requires_grad=False) when the optimizer was wrapped "
+                    "and is trainable now. Unfreeze before wrapping, or flush(), close() and wrap anew."
                 )
+        return None
 
     def new_accumulators(self) -> list[Tensor]:
         """Uninitialised tensors laid out like the parameters, float32 at least."""
@@ -82,7 +84,7 @@ class Parameters:
 
 
 def _refuse_untrainable(name: str, parameter: Tensor) -> None:
-    if not parameter.dtype.is_floating_point:
+    if parameter.dtype not in _TRAINABLE:
         raise TypeError(
             f"Parameter {name!r} has dtype {parameter.dtype}. Allowed: float16, bfloat16, float32 and "
             "float64. Keep complex parameters as pairs of real ones (torch.view_as_real)."

@@ -105,6 +105,17 @@ class Reducer:
         self._control: list[Pending] = []
         self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
 
+    @property
+    def label(self) -> str:
+        """How messages call the optimizer that this reducer serves."""
+        first = self._parameters.names[0] if self._parameters.names else "none"
+        return f"the optimizer {self._transport.prefix!r} (its first parameter is {first!r})"
+
+    @property
+    def unit_names(self) -> list[list[str]]:
+        """Names of the tensors in each operation."""
+        return [[self._parameters.names[i] for i in unit.indices] for unit in self._units]
+
     # -- hooks ---------------------------------------------------------------------------------
 
     def _attach(self, index: int, parameter: Tensor) -> Any:
@@ -117,6 +128,11 @@ class Reducer:
                 reducer._on_gradient(index, parameter)
 
         return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def linger(self, seconds: float) -> None:
+        """Give what is in flight a moment to end, so that ranks a little behind are not cut off."""
+        in_flight = [unit.pending for unit in self._units if unit.pending is not None]
+        self._transport.linger([*in_flight, *self._control], seconds)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -136,7 +152,7 @@ class Reducer:
         self._passes[index] += 1
         if self._passes[index] > self._announced:
             raise BackwardPassesError(
-                f"Parameter {self._parameters.names[index]!r} has received gradients from "
+                f"Parameter {self._parameters.names[index]!r} of {self.label} has received gradients from "
                 f"{self._passes[index]} backward passes since the last step(), and "
                 f"{self._announced} were announced. Announce them with backward_passes_per_step=, "
                 "or pass issue='step' so that a gradient is final only at step()."
@@ -269,7 +285,7 @@ class Reducer:
         parameter = self._parameters.tensors[index]
         gradient = parameter.grad
         assert gradient is not None
-        flat = _flat(layout.matched(gradient, parameter))
+        flat = _engine_view(_flat(layout.matched(gradient, parameter)))
         supported = flat.dtype in self._transport.communicator.capabilities.dtypes
         travelling, context = self._wire.compression.compress(flat if supported else flat.float())
         return _Wired(travelling, context, flat)
@@ -316,7 +332,7 @@ class Reducer:
         self._spare, self._travelling = self._travelling, None
 
     def _wire_accumulator(self, index: int) -> _Wired:
-        flat = _flat(self.accumulators[index])
+        flat = _engine_view(_flat(self.accumulators[index]))
         # A sum of k half-precision gradients overflows where one does not.
         scaled = flat / self._compression_scale if self._compression_scale != 1.0 else flat
         travelling, context = self._wire.compression.compress(scaled)
@@ -379,6 +395,11 @@ class Reducer:
         for unit in self._units:
             unit.pending = None
             unit.wired = []
+
+
+def _engine_view(tensor: Tensor) -> Tensor:
+    """The same memory with a version counter of its own: what an engine writes is no edit."""
+    return tensor.data
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -56,6 +56,11 @@ class SingleProcess:
     def refuse_zero_grad(self) -> None:
         """Zeroing is always allowed: nothing has been sent."""
 
+    def refuse_load(self) -> None:
+        """Raise if a checkpoint cannot be loaded now."""
+        if self._inside_global_weights:
+            raise UsageError("load_state_dict() is refused inside global_weights(). Leave it first.")
+
     def optimizer_state_loaded(self) -> None:
         """Nothing depends on the state."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ssd_allreduce.communicators.protocol import Communicator, Handle, ReduceOp
-from ssd_allreduce.errors import CommunicationTimeoutError
+from ssd_allreduce.errors import CommunicationError, CommunicationTimeoutError
 from ssd_allreduce.statistics import StatsRecorder
 
 
@@ -20,6 +20,9 @@ class Pending:
     name: str
     handle: Handle
     tensors: Sequence[Tensor]
+
+
+_LINGERING_SLEEP = 1e-3
 
 
 class Transport:
@@ -35,7 +38,7 @@ class Transport:
     def __init__(self, communicator: Communicator, prefix: str, timeout: float, stats: StatsRecorder) -> None:
         self.communicator = communicator
         self.progress: Callable[[], str] = lambda: "no step has been made"
-        self._prefix = prefix
+        self.prefix = prefix
         self._timeout = timeout
         self._stats = stats
 
@@ -48,7 +51,7 @@ class Transport:
         postscale: float = 1.0,
     ) -> Pending:
         """Hand contiguous tensors to allreduce, in place."""
-        handle = self.communicator.allreduce_async(tensors, f"{self._prefix}.{name}", op, prescale, postscale)
+        handle = self.communicator.allreduce_async(tensors, f"{self.prefix}.{name}", op, prescale, postscale)
         self._stats.sent(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return Pending(name, handle, tensors)
 
@@ -62,14 +65,17 @@ class Transport:
         """
         began = time.monotonic()
         deadline = began + self._timeout
+        waiting = list(pending)
         try:
-            for operation in pending:
-                remaining = max(0.0, deadline - time.monotonic())
-                self.communicator.wait(operation.handle, remaining)
+            while waiting:
+                self.communicator.wait(waiting[0].handle, max(0.0, deadline - time.monotonic()))
+                # An engine forgets what has been waited for, so it may not be asked after again.
+                waiting.pop(0)
         except TimeoutError:
-            error = self._timeout_error(pending)
-            self.communicator.abort()
-            raise error from None
+            try:
+                raise self._timeout_error(waiting) from None
+            finally:
+                self.communicator.abort()
         finally:
             self._stats.waited(time.monotonic() - began)
 
@@ -78,9 +84,21 @@ class Transport:
         self.finish([self.start([tensor], name, op)])
         return tensor
 
+    def linger(self, pending: Sequence[Pending], seconds: float) -> None:
+        """Give operations a moment to end, whether or not they do."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not all(map(self._is_done, pending)):
+            time.sleep(_LINGERING_SLEEP)
+
+    def _is_done(self, operation: Pending) -> bool:
+        try:
+            return self.communicator.poll(operation.handle)
+        except CommunicationError:
+            return False
+
     def _timeout_error(self, pending: Sequence[Pending]) -> CommunicationTimeoutError:
         communicator = self.communicator
-        waiting = [p.name for p in pending if not communicator.poll(p.handle)]
+        waiting = [p.name for p in pending if not self._is_done(p)]
         names = ", ".join(waiting[:5]) + (", ..." if len(waiting) > 5 else "")
         return CommunicationTimeoutError(
             f"Rank {communicator.rank} of {communicator.size} waited {self._timeout:g} seconds for the "

@@ -37,9 +37,14 @@ class WarmupStage:
 
     def step(self, contribute: bool) -> None:
         """Reduce the gradients, unless that has been done, and step. Collective."""
-        result = self.synchronized or self.reduce_gradients(contribute)
-        self.synchronized = None
-        self._apply(result)
+        synchronized, self.synchronized = self.synchronized, None
+        if synchronized is None:
+            self._apply(self.reduce_gradients(contribute))
+        elif contribute:
+            self._apply(synchronized)
+        else:
+            # The reduced gradients are equal on all ranks, and so is their overflow.
+            self._training.schedule.close_warmup_event(contributed=False)
 
     def _apply(self, result: ControlResult) -> None:
         """The base optimizer's own step on the model; left out where no rank contributed."""
@@ -74,8 +79,6 @@ class WarmupStage:
 
     def announce_failure(self, failure: Failure) -> None:
         """Send this rank's part, marked as useless, so that nobody waits for it. Collective."""
-        if self.synchronized is not None:
-            return
         training = self._training
         training.reducer.reduce_gradients(contribute=False)
         training.control.send(training.schedule.events, 1, [], failure=failure)

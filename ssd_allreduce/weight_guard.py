@@ -33,6 +33,10 @@ class WeightGuard:
         """The present weights are the optimizer's own."""
         self._versions = self.versions()
 
+    def release(self) -> None:
+        """Anyone may change the weights until they are accepted again."""
+        self._versions = None
+
     def find_change(self, call: str) -> WeightsChangedError | None:
         """An error that names the weights changed by others, if any."""
         if self._versions is None or self.versions() == self._versions:
@@ -43,7 +47,7 @@ class WeightGuard:
             f"{call}: the weights {some_names(changed)} were changed since the last step() by something "
             "other than this optimizer (load_state_dict, a broadcast, clamp_, ...), so that they no "
             "longer belong to the global weights. Change them on all ranks alike and call "
-            "adopt_weights() on all ranks."
+            "adopt_weights() on all ranks. From a checkpoint, load the model before the optimizer."
         )
 
 

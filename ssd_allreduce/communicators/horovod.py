@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,24 +274,3 @@ def restore(optimizer: Any) -> None:
     passes = optimizer.backward_passes_per_step
     optimizer._allreduce_delay = dict.fromkeys(optimizer._parameter_names, passes)
     optimizer._handles = {}
-
-
-def refusing(optimizer: Any, method: str, message: str) -> Callable[[], None]:
-    """Shadow a method of one optimizer instance by a refusal; returns what undoes it."""
-    had = method in optimizer.__dict__
-    before = optimizer.__dict__.get(method)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise UsageError(message)
-
-    # A learning rate scheduler looks for this mark, and warns when it is gone.
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    setattr(optimizer, method, refuse)
-
-    def undo() -> None:
-        if had:
-            setattr(optimizer, method, before)
-        else:
-            optimizer.__dict__.pop(method, None)
-
-    return undo
