@@ -29,14 +29,22 @@ def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
     Horovod's wrapper keeps no reference to the optimizer that it wraps, only the groups, so the
     user's own object is found through them.
     """
-    mine = {id(group) for group in optimizer.param_groups}
+    lists = [holder for holder in gc.get_referrers(*optimizer.param_groups) if type(holder) is list]
+    owners = gc.get_referrers(*lists) if lists else []
+    attributes = [owner for owner in owners if type(owner) is dict]
+    # Where an object's attributes lie in a dictionary, that refers to the list in the object's place.
+    owners += gc.get_referrers(*attributes) if attributes else []
+    found = {id(owner): owner for owner in owners if issubclass(type(owner), Optimizer)}
     return [
         candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), Optimizer)
-        and candidate is not optimizer
-        and any(id(group) in mine for group in candidate.__dict__.get("param_groups", ()))
+        for candidate in found.values()
+        if candidate is not optimizer and _shares_a_group(candidate, optimizer)
     ]
+
+
+def _shares_a_group(one: Optimizer, other: Optimizer) -> bool:
+    groups = {id(group) for group in other.param_groups}
+    return any(id(group) in groups for group in one.__dict__.get("param_groups", ()))
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
