@@ -56,7 +56,7 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
             "period_steps": list(coordinator.delay.period_steps),
             "rows_since_sync": list(coordinator.delay.rows_since_sync),
             "control": coordinator.training.control.arrived,
-            **coordinator.training.reducer.export_accumulators(),
+            **coordinator.training.reducer.buffers.export_state(),
         }
     else:
         entry["local"] = {"rule": coordinator.training.rule.export_state()}
@@ -149,7 +149,7 @@ def _restore_own(coordinator: Coordinator, local: dict[str, Any]) -> None:
     coordinator.delay.rows_since_sync = [tuple(row) for row in local["rows_since_sync"]]
     control = local["control"]
     coordinator.training.control.arrived = None if control is None else tuple(control)
-    coordinator.training.reducer.import_accumulators(local)
+    coordinator.training.reducer.buffers.import_state(local)
 
 
 def warn_of_new_period(entry: dict[str, Any], rank: int, size: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ssd_allreduce import layout
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.group_options import Row
 from ssd_allreduce.ops import Accumulation
@@ -46,16 +45,18 @@ class DelayStage:
             self._training.rule.seed(model)
 
     def _local_step(self, row: Row) -> None:
-        training, reducer = self._training, self._training.reducer
+        training, buffers = self._training, self._training.reducer.buffers
+        by_hooks = training.reducer.accumulated_by_hooks
         gradients = [layout.zeros_like(p) if p.grad is None else p.grad for p in training.parameters.tensors]
         training.rule.local_step(
             training.view(row),
             gradients,
-            reducer.accumulators,
-            reducer.accumulated_by_hooks,
-            Accumulation.OVERWRITE if reducer.accumulators_empty else Accumulation.ADD,
+            buffers.current.gradients,
+            by_hooks,
+            Accumulation.OVERWRITE if buffers.empty else Accumulation.ADD,
         )
-        reducer.mark_accumulated()
+        buffers.add_squares(gradients, except_for=by_hooks)
+        buffers.empty = False
 
     def _issue(self, flushing: bool) -> None:
         training = self._training
@@ -80,18 +81,18 @@ class DelayStage:
             self._replay(result, sums, contributions)
         if rebase:
             self._rebase(moved=contributions > 0)
-        training.reducer.release_sums()
+        training.reducer.buffers.release()
         training.schedule.complete()
         training.stats.completed(event)
         return result
 
-    def _replay(self, result: ControlResult, sums: list[Tensor], contributions: int) -> None:
+    def _replay(self, result: ControlResult, sums: Sums, contributions: int) -> None:
         training = self._training
         made = [(row, count) for row, count in zip(result.options, result.counts, strict=True) if count]
         training.global_model.replay(
             Replay(
-                sums=sums,
-                squares=None,
+                sums=sums.gradients,
+                squares=sums.squares,
                 contributions=contributions,
                 gradient_scale=float(training.size) if training.sums_gradients else 1.0,
                 steps=[training.view(row) for row, _ in made],
@@ -137,7 +138,7 @@ class DelayStage:
 
     def drop_period(self) -> None:
         """Forget the current period and what has arrived of the last."""
-        self._training.reducer.drop_period()
+        self._training.reducer.buffers.drop()
         self._training.control.discard()
         self.period_steps = []
         self.rows_since_sync = []

@@ -6,7 +6,7 @@ step, sent with the control row, and written back for the replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,9 +14,6 @@ from typing import Any, TypeAlias
 import torch
 
 Row: TypeAlias = tuple[float, ...]
-StepOptions: TypeAlias = Callable[[int, str], float]
-"""The value of an option of a param group in one step: ``options(group, "lr")``. Elements of options
-that are tuples have names of their own: ``"betas[0]"``."""
 Groups: TypeAlias = list[dict[str, Any]]
 
 
@@ -82,6 +79,11 @@ class GroupOptions:
         column = self._column.get((group, option))
         return 0.0 if column is None else row[column]
 
+    def write(self, groups: Groups, row: Row) -> None:
+        """Put a row's values into groups, each in the type of the value that it replaces."""
+        for slot, number in zip(self._slots, row, strict=True):
+            _write(groups[slot.group], slot, number)
+
     @contextmanager
     def written(self, groups: Groups, row: Row) -> Iterator[None]:
         """The groups hold the row's values inside the context, and their own after it."""
@@ -89,13 +91,31 @@ class GroupOptions:
             yield
             return
         before = [dict(group) for group in groups]
-        for slot, number in zip(self._slots, row, strict=True):
-            _write(groups[slot.group], slot, number)
+        self.write(groups, row)
         try:
             yield
         finally:
             for group, old in zip(groups, before, strict=True):
                 group.update(old)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options in force in one step.
+
+    ``options(group, "lr")`` is a value; elements of options that are tuples have names of their own:
+    ``"betas[0]"``.
+    """
+
+    layout: GroupOptions
+    row: Row
+
+    def __call__(self, group: int, option: str) -> float:
+        return self.layout.value(self.row, group, option)
+
+    def write(self, groups: Groups) -> None:
+        """Put the values into groups."""
+        self.layout.write(groups, self.row)
 
 
 def _write(group: dict[str, Any], slot: _Slot, number: float) -> None:

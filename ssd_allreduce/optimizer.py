@@ -455,6 +455,7 @@ def _assemble(
         request.backward_passes_per_step,
         request.sparse_as_dense,
         settings.delay_steps,
+        family.needs_squares,
     )
     options = GroupOptions(base.groups, base.option_names)
     gradient_scale = float(communicator.size) if request.wire.op is ReduceOp.SUM else 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce import layout, ops
+from ssd_allreduce.accumulators import Accumulators, Sums
 from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.errors import BackwardPassesError, UsageError
 from ssd_allreduce.parameters import Parameters
@@ -47,7 +48,7 @@ class _Unit:
     name: str
     indices: tuple[int, ...]
     ready: int = 0
-    pending: Pending | None = None
+    pending: list[Pending] = field(default_factory=list)
     wired: list[_Wired] = field(default_factory=list)
 
 
@@ -71,6 +72,7 @@ class Reducer:
         passes: backward passes that make a step's gradient final.
         sparse_as_dense: make sparse gradients dense instead of refusing them.
         period: steps whose sum may travel, for the scale of compressed sums.
+        with_squares: whether squares of gradients are summed and reduced too.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Reducer:
         passes: int,
         sparse_as_dense: bool,
         period: int,
+        with_squares: bool = False,
     ) -> None:
         self._parameters = parameters
         self._transport = transport
@@ -98,10 +101,7 @@ class Reducer:
         """Why no backward may run now, for the hooks to say."""
         self._passes = [0] * len(parameters)
         self._handed: dict[int, _Handed] = {}
-        self._accumulators: list[Tensor] | None = None
-        self._spare: list[Tensor] | None = None
-        self.accumulators_empty = True
-        self._travelling: list[Tensor] | None = None
+        self.buffers = Accumulators(parameters, with_squares)
         self._control: list[Pending] = []
         self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
 
@@ -131,8 +131,7 @@ class Reducer:
 
     def linger(self, seconds: float) -> None:
         """Give what is in flight a moment to end, so that ranks a little behind are not cut off."""
-        in_flight = [unit.pending for unit in self._units if unit.pending is not None]
-        self._transport.linger([*in_flight, *self._control], seconds)
+        self._transport.linger([*self._in_flight(), *self._control], seconds)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -184,16 +183,15 @@ class Reducer:
         if self.mode is HookMode.REDUCE_GRADIENT:
             self._handed[index] = _Handed(gradient, gradient._version, None)
         else:
-            accumulator = self.accumulators[index]
-            ops.accumulate_([accumulator], [gradient], overwrite=self.accumulators_empty)
+            self.buffers.add(index, gradient)
             checksum = ops.checksum([gradient])
             self._handed[index] = _Handed(gradient, gradient._version, checksum)
         unit.ready += 1
         if unit.ready == len(unit.indices):
             if self.mode is HookMode.REDUCE_GRADIENT:
-                self._start(unit, self._wire_gradient, self._wire.op, "gradient")
+                self._start_gradients(unit)
             else:
-                self._start(unit, self._wire_accumulator, ReduceOp.SUM, "accumulated")
+                self._start_accumulators(unit)
 
     # -- the step's gradients --------------------------------------------------------------------
 
@@ -253,7 +251,7 @@ class Reducer:
             contribute: whether the gradients count; if not, they are replaced by zeros.
         """
         for unit in self._units:
-            if unit.pending is not None:
+            if unit.pending:
                 continue
             for index in unit.indices:
                 parameter = self._parameters.tensors[index]
@@ -263,7 +261,7 @@ class Reducer:
                     parameter.grad.zero_()
                 elif parameter.grad.layout is not torch.strided:
                     self._make_dense(index, parameter)
-            self._start(unit, self._wire_gradient, self._wire.op, "gradient")
+            self._start_gradients(unit)
 
     def finish_gradients(self) -> None:
         """Wait until every parameter's ``grad`` holds the reduced gradient."""
@@ -292,32 +290,18 @@ class Reducer:
 
     # -- delay stage: accumulators travel --------------------------------------------------------
 
-    @property
-    def accumulators(self) -> list[Tensor]:
-        """Where this period's gradients are summed; garbage while :attr:`accumulators_empty`."""
-        if self._accumulators is None:
-            self._accumulators = self._spare or self._parameters.new_accumulators()
-            self._spare = None
-            self.accumulators_empty = True
-        return self._accumulators
-
-    def mark_accumulated(self) -> None:
-        """Record that the accumulators hold at least one gradient."""
-        self.accumulators_empty = False
-
     def reduce_accumulators(self) -> None:
         """Hand over every accumulator that the hooks have not, and begin new ones. Collective."""
-        if self.accumulators_empty and not self._handed:
-            torch._foreach_zero_(self.accumulators)
+        if self.buffers.empty and not self._handed:
+            torch._foreach_zero_(self.buffers.current.tensors)
         for unit in self._units:
-            if unit.pending is None:
-                self._start(unit, self._wire_accumulator, ReduceOp.SUM, "accumulated")
-        self._travelling, self._accumulators = self.accumulators, None
-        self.accumulators_empty = True
+            if not unit.pending:
+                self._start_accumulators(unit)
+        self.buffers.depart()
 
-    def finish_accumulators(self) -> list[Tensor]:
-        """Wait for the sums over all ranks, in the parameters' layouts. May be called repeatedly."""
-        assert self._travelling is not None
+    def finish_accumulators(self) -> Sums:
+        """Wait for the sums over all ranks. May be called repeatedly."""
+        assert self.buffers.travelling is not None
         self._finish_units()
         for unit in self._units:
             for wired in unit.wired:
@@ -325,43 +309,14 @@ class Reducer:
                 if result is not wired.destination:
                     wired.destination.copy_(result).mul_(self._compression_scale)
         self._clear_units()
-        return self._travelling
-
-    def release_sums(self) -> None:
-        """The sums have been used; their memory serves the next period."""
-        self._spare, self._travelling = self._travelling, None
+        return self.buffers.travelling
 
     def _wire_accumulator(self, index: int) -> _Wired:
-        flat = _engine_view(_flat(self.accumulators[index]))
+        flat = _engine_view(_flat(self.buffers.current.gradients[index]))
         # A sum of k half-precision gradients overflows where one does not.
         scaled = flat / self._compression_scale if self._compression_scale != 1.0 else flat
         travelling, context = self._wire.compression.compress(scaled)
         return _Wired(travelling, context, flat)
-
-    def drop_period(self) -> None:
-        """Forget accumulated gradients. What is in flight must have been finished."""
-        self.accumulators_empty = True
-        if self._travelling is not None:
-            self.release_sums()
-
-    def export_accumulators(self) -> dict[str, list[Tensor] | None]:
-        """Partial sums and arrived sums, for a checkpoint. Waits for what is in flight."""
-        arrived = self.finish_accumulators() if self._travelling is not None else None
-        return {
-            "accumulators": None if self.accumulators_empty else self._accumulators,
-            "arrived_sums": arrived,
-        }
-
-    def import_accumulators(self, state: dict[str, list[Tensor] | None]) -> None:
-        """Undo :meth:`export_accumulators`."""
-        self.drop_period()
-        partial, arrived = state["accumulators"], state["arrived_sums"]
-        if partial is not None:
-            torch._foreach_copy_(self.accumulators, partial)
-            self.mark_accumulated()
-        if arrived is not None:
-            self._travelling = self._parameters.new_accumulators()
-            torch._foreach_copy_(self._travelling, arrived)
 
     # -- control row -----------------------------------------------------------------------------
 
@@ -382,18 +337,33 @@ class Reducer:
 
     # -- units -----------------------------------------------------------------------------------
 
-    def _start(self, unit: _Unit, wire: Callable[[int], _Wired], op: ReduceOp, suffix: str) -> None:
-        unit.wired = [wire(index) for index in unit.indices]
+    def _start_gradients(self, unit: _Unit) -> None:
+        unit.wired = [self._wire_gradient(index) for index in unit.indices]
+        self._start(unit, [wired.travelling for wired in unit.wired], "gradient", self._wire.op)
+
+    def _start_accumulators(self, unit: _Unit) -> None:
+        unit.wired = [self._wire_accumulator(index) for index in unit.indices]
+        self._start(unit, [wired.travelling for wired in unit.wired], "accumulated", ReduceOp.SUM)
+        squares = self.buffers.current.squares
+        if squares is not None:
+            # Never compressed: half precision has not the range of a square.
+            flat = [_engine_view(_flat(squares[index])) for index in unit.indices]
+            self._start(unit, flat, "squares", ReduceOp.SUM)
+
+    def _start(self, unit: _Unit, tensors: list[Tensor], suffix: str, op: ReduceOp) -> None:
         prescale, postscale = self._wire.factors
-        tensors = [wired.travelling for wired in unit.wired]
-        unit.pending = self._transport.start(tensors, f"{unit.name}.{suffix}", op, prescale, postscale)
+        name = f"{unit.name}.{suffix}"
+        unit.pending.append(self._transport.start(tensors, name, op, prescale, postscale))
+
+    def _in_flight(self) -> list[Pending]:
+        return [pending for unit in self._units for pending in unit.pending]
 
     def _finish_units(self) -> None:
-        self._transport.finish([u.pending for u in self._units if u.pending is not None])
+        self._transport.finish(self._in_flight())
 
     def _clear_units(self) -> None:
         for unit in self._units:
-            unit.pending = None
+            unit.pending = []
             unit.wired = []
 
 

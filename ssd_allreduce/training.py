@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.communicators.protocol import ReduceOp
@@ -60,4 +59,4 @@ class Training:
 
     def view(self, row: Row) -> StepOptions:
         """A row of options by group and name."""
-        return partial(self.options.value, row)
+        return StepOptions(self.options, row)
