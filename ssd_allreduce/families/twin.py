@@ -1,0 +1,201 @@
+"""Any other ``torch.optim.Optimizer``: its own step code, run on twins that share or copy its state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ssd_allreduce import layout
+from ssd_allreduce.base_optimizer import BaseOptimizer
+from ssd_allreduce.compensation import GlobalState, LocalRule
+from ssd_allreduce.families import noise
+from ssd_allreduce.group_options import StepOptions
+from ssd_allreduce.ops import Accumulation, Correction, accumulate_
+from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.settings import Settings
+from ssd_allreduce.update_family import Family, Replay
+
+_SECOND_MOMENTS: dict[type[Optimizer], tuple[str, str]] = {
+    torch.optim.RMSprop: ("square_avg", "alpha"),
+    torch.optim.NAdam: ("exp_avg_sq", "betas[1]"),
+    torch.optim.RAdam: ("exp_avg_sq", "betas[1]"),
+    torch.optim.Adadelta: ("square_avg", "rho"),
+}
+"""The running mean of squared gradients of classes that have one, and the option that is its decay."""
+
+
+class TwinFamily(Family):
+    """An optimizer that is known only by its ``step()``."""
+
+    def __init__(self, base: BaseOptimizer, parameters: Parameters) -> None:
+        super().__init__(base, parameters)
+        self._second_moment = next(
+            (known for kind, known in _SECOND_MOMENTS.items() if issubclass(base.kind, kind)), None
+        )
+        self.needs_squares = self._second_moment is not None
+        self._global: Optimizer | None = None
+
+    def check(self, settings: Settings) -> None:
+        if self.needs_squares and settings.warmup_steps < 1 and settings.delay_steps > 1:
+            raise ValueError(
+                f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "
+                "to start from synchronous steps. Allowed: at least 1; a few hundred are usual."
+            )
+
+    def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """What a step with a zero gradient on a copy leaves behind."""
+        probe = torch.nn.Parameter(parameter.detach().clone())
+        probe.grad = torch.zeros_like(probe)
+        twin = make_twin(self.base, [{**group, "params": [probe]}])
+        self.base.step(twin)
+        return dict(twin.state[probe])
+
+    def momentum_rule(self, gradient_scale: float) -> LocalRule:
+        return TwinRule(self, gradient_scale)
+
+    def replay(self, weights: Sequence[Tensor], replay: Replay) -> None:
+        twin = self._global_twin(weights)
+        state = self.base.state
+        for parameter, weight in zip(self.parameters.tensors, weights, strict=True):
+            if parameter in state:
+                twin.state[weight] = state[parameter]
+        before = None
+        if replay.correction == Correction.DISPLACEMENT:
+            before = [weight.clone() for weight in weights]
+        for position, options in enumerate(replay.steps):
+            options.write(twin.param_groups)
+            self._put_back_noise(twin, weights, replay, position)
+            # Some optimizers edit their gradients, so each step gets its own.
+            for index, weight in enumerate(weights):
+                weight.grad = layout.empty_like(weight).copy_(noise.mean_gradient(replay, index))
+            self.base.step(twin)
+        for parameter, weight in zip(self.parameters.tensors, weights, strict=True):
+            weight.grad = None
+            if weight in twin.state:
+                state[parameter] = twin.state[weight]
+        self._store_corrections(weights, before, replay)
+
+    def _global_twin(self, weights: Sequence[Tensor]) -> Optimizer:
+        if self._global is None or self._global.param_groups[0]["params"][:1] != list(weights[:1]):
+            members: list[list[Tensor]] = [[] for _ in self.base.groups]
+            for weight, group in zip(weights, self.parameters.group_of, strict=True):
+                members[group].append(weight)
+            groups = [{**g, "params": m} for g, m in zip(self.base.groups, members, strict=True)]
+            self._global = make_twin(self.base, groups)
+        self._global.state = defaultdict(dict)
+        return self._global
+
+    def _put_back_noise(
+        self, twin: Optimizer, weights: Sequence[Tensor], replay: Replay, position: int
+    ) -> None:
+        """Raise the second moment beforehand by what the step's own ``G ** 2`` will lack."""
+        if self._second_moment is None:
+            return
+        key, decay_option = self._second_moment
+        for index, weight in enumerate(weights):
+            moment = twin.state[weight].get(key) if weight in twin.state else None
+            decay = replay.steps[position](self.parameters.group_of[index], decay_option)
+            if moment is not None and decay > 0.0:
+                extra = noise.gradient_variance(replay, index) * noise.missing_noise(replay, position)
+                moment.add_(extra, alpha=(1.0 - decay) / decay)
+
+    def _store_corrections(
+        self, weights: Sequence[Tensor], before: Sequence[Tensor] | None, replay: Replay
+    ) -> None:
+        for index, correction in enumerate(replay.corrections or ()):
+            if before is None:
+                correction.copy_(noise.mean_gradient(replay, index))
+                continue
+            group = self.parameters.group_of[index]
+            rate = sum(options(group, "lr") for options in replay.steps)
+            if rate != 0.0:
+                correction.copy_(before[index]).sub_(weights[index]).div_(rate)
+
+
+def make_twin(base: BaseOptimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A shallow copy of the user's optimizer with groups and state of its own, and none of its hooks."""
+    twin: Optimizer = object.__new__(base.kind)
+    hidden = ("param_groups", "state", "step", "add_param_group", "synchronize")
+    twin.__dict__.update({k: v for k, v in base.given.__dict__.items() if k not in hidden})
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
+    return twin
+
+
+class TwinRule(LocalRule):
+    """The base optimizer's own step on the local weights, its state copied from the global one."""
+
+    def __init__(self, family: TwinFamily, gradient_scale: float) -> None:
+        super().__init__(family.parameters, gradient_scale)
+        self._base = family.base
+        members: list[list[Tensor]] = [[] for _ in self._base.groups]
+        for parameter, group in zip(self.parameters.tensors, self.parameters.group_of, strict=True):
+            members[group].append(parameter)
+        self._members = members
+        self._twin: Optimizer | None = None
+
+    def seed(self, state: GlobalState) -> None:
+        twin = self._local_twin()
+        for parameter, entry in zip(self.parameters.tensors, state.entries(), strict=True):
+            twin.state[parameter] = _copied_entry(entry)
+
+    def _local_twin(self) -> Optimizer:
+        if self._twin is None:
+            groups = [
+                {**group, "params": members}
+                for group, members in zip(self._base.groups, self._members, strict=True)
+            ]
+            self._twin = make_twin(self._base, groups)
+        return self._twin
+
+    def local_step(
+        self,
+        options: StepOptions,
+        gradients: Sequence[Tensor],
+        accumulators: Sequence[Tensor],
+        already_accumulated: frozenset[int],
+        accumulation: Accumulation,
+    ) -> None:
+        rest = [i for i in range(len(self.parameters)) if i not in already_accumulated]
+        accumulate_(
+            [accumulators[i] for i in rest],
+            [gradients[i] for i in rest],
+            accumulation == Accumulation.OVERWRITE,
+        )
+        twin = self._local_twin()
+        options.write(twin.param_groups)
+        own = [p.grad for p in self.parameters.tensors]
+        for parameter, gradient in zip(self.parameters.tensors, gradients, strict=True):
+            # A copy: some optimizers edit their gradients, which are the user's.
+            parameter.grad = gradient * self.gradient_scale
+        try:
+            self._base.step(twin)
+        finally:
+            for parameter, before in zip(self.parameters.tensors, own, strict=True):
+                parameter.grad = before
+
+    def update(self, *args: Any) -> None:
+        raise AssertionError("the twin steps all parameters together")
+
+    def rebase(self, weights: Sequence[Tensor], state: GlobalState, steps: Sequence[StepOptions]) -> None:
+        super().rebase(weights, state, steps)
+        self.seed(state)
+
+    def export_state(self) -> dict[str, Any]:
+        twin = self._local_twin()
+        return {**super().export_state(), "twin": [dict(twin.state[p]) for p in self.parameters.tensors]}
+
+    def import_state(self, state: dict[str, Any]) -> None:
+        super().import_state(state)
+        twin = self._local_twin()
+        for parameter, entry in zip(self.parameters.tensors, state["twin"], strict=True):
+            twin.state[parameter] = _copied_entry(entry)
+
+
+def _copied_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
