@@ -103,8 +103,9 @@ def _refuse_mismatch(result: ControlResult, event: int) -> None:
     if low != high:
         raise RankMismatchError(
             f"Ranks are at different sync events, from {low} to {high}; this rank is at {event}. They "
-            "loaded different checkpoints, or one of them skipped step(). Load the same checkpoint on "
-            "all ranks."
+            "loaded different checkpoints, or one of them skipped step(), or called hvd.join(), which "
+            "would leave its weights behind: call flush() on all ranks where data is uneven, and load "
+            "the same checkpoint on all ranks."
         )
     if result.digests[0] != result.digests[1]:
         raise RankMismatchError(

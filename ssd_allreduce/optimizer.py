@@ -194,7 +194,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         already_sent = isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over
         if scale is not None and finite and not already_sent:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, 1.0 / float(scale))
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / float(scale))
         return finite, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

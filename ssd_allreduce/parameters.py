@@ -36,7 +36,8 @@ class Parameters:
         names: name of each parameter.
 
     Raises:
-        TypeError: a parameter has a dtype that cannot be trained.
+        TypeError: a parameter has a dtype or layout that cannot be trained.
+        ValueError: nothing is trainable.
     """
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str]) -> None:
@@ -55,6 +56,11 @@ class Parameters:
                 self.tensors.append(parameter)
                 self.names.append(names[parameter])
                 self.group_of.append(group_index)
+        if not self.tensors:
+            raise ValueError(
+                f"None of the optimizer's {len(self.frozen)} parameters requires a gradient. Allowed: at "
+                "least one trainable parameter; unfreeze before wrapping."
+            )
         self.index_of = {parameter: index for index, parameter in enumerate(self.tensors)}
         self.batches = self._make_batches()
 

@@ -279,6 +279,12 @@ class Reducer:
         # What follows may edit the reduced gradients; the hooks' records are of the local ones.
         self._handed = {}
 
+    def discard_gradients(self) -> None:
+        """Wait for the gradients in flight without using them."""
+        self._finish_units()
+        self._clear_units()
+        self._handed = {}
+
     def _wire_gradient(self, index: int) -> _Wired:
         parameter = self._parameters.tensors[index]
         gradient = parameter.grad

@@ -82,6 +82,6 @@ class WarmupStage:
         training = self._training
         training.reducer.reduce_gradients(contribute=False)
         training.control.send(training.schedule.events, 1, [], failure=failure)
-        training.reducer.finish_gradients()
+        training.reducer.discard_gradients()
         training.control.wait()
         training.control.discard()
