@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 NO_LAUNCHER = "one process"
-LAUNCHER_IN_ID = re.compile(r"(?<![\w-])(mpirun|horovodrun-gloo|horovodrun-mpi)-(\d+)(?![\w])")
+LAUNCHER_IN_ID = re.compile(r"(?<!\w)(mpirun|horovodrun-gloo|horovodrun-mpi)-(\d+)(?![\w])")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -65,7 +65,7 @@ def test_no_test_at_all_is_a_failure(tmp_path: Path) -> None:
 TESTS_OF_EVERY_KIND = """
 import pytest
 
-@pytest.mark.parametrize("launched", ["mpirun-2", "mpirun-4", "horovodrun-gloo-2"])
+@pytest.mark.parametrize("launched", ["mpirun-2", "case-mpirun-4-more", "horovodrun-gloo-2"])
 def test_by_id(launched): pass
 
 @pytest.mark.launcher("horovodrun-mpi", 2)
