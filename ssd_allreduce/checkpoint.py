@@ -57,6 +57,7 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
             "rows_since_sync": list(coordinator.delay.rows_since_sync),
             "control": coordinator.training.control.arrived,
             **coordinator.training.reducer.buffers.export_state(),
+            **coordinator.training.buffers.export_state(),
         }
     else:
         entry["local"] = {"rule": coordinator.training.rule.export_state()}
@@ -150,6 +151,7 @@ def _restore_own(coordinator: Coordinator, local: dict[str, Any]) -> None:
     control = local["control"]
     coordinator.training.control.arrived = None if control is None else tuple(control)
     coordinator.training.reducer.buffers.import_state(local)
+    coordinator.training.buffers.import_state(local)
 
 
 def warn_of_new_period(entry: dict[str, Any], rank: int, size: int) -> None:

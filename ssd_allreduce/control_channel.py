@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ssd_allreduce.agreement import text_digest
+from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.control import FAILURE_TEXT, ControlCodec, ControlResult, ControlRow, Failure
 from ssd_allreduce.errors import PeerFailedError, RankMismatchError
 from ssd_allreduce.group_options import GroupOptions, Row
@@ -21,12 +22,14 @@ class ControlChannel:
         reducer: sends and receives the vectors beside the tensors.
         options: names the numeric options of a step.
         rank: this rank.
+        buffers: travel with the rows.
     """
 
-    def __init__(self, reducer: Reducer, options: GroupOptions, rank: int) -> None:
+    def __init__(self, reducer: Reducer, options: GroupOptions, rank: int, buffers: BufferAverager) -> None:
         self._reducer = reducer
         self._options = options
         self._rank = rank
+        self._buffers = buffers
         self._warned = False
         self.settings_digest = 0
         """Digest of what the ranks agreed on; differs where one has agreed on something else since."""
@@ -50,15 +53,18 @@ class ControlChannel:
         digest = text_digest(f"{self.settings_digest} {self.loads}")
         row = ControlRow(event, digest, steps, flushing, failure)
         self._reducer.send_control(*self._codec(period).encode(row))
+        self._buffers.start()
 
     def wait(self) -> None:
         """Wait for the row in flight without reading it."""
         if self.arrived is None:
             self.arrived = self._reducer.finish_control()
+            self._buffers.wait()
 
     def discard(self) -> None:
-        """Forget a row that has arrived."""
+        """Forget a row that has arrived, and what came with it."""
         self.arrived = None
+        self._buffers.discard()
 
     def receive(self, event: int, period: int) -> ControlResult:
         """Wait for the row in flight and read it.
@@ -72,6 +78,7 @@ class ControlChannel:
         result = self._codec(period).decode(*self.arrived)
         _refuse_failures(result, event)
         _refuse_mismatch(result, event)
+        self._buffers.apply()
         self.discard()
         self._warn_of_differing_options(result)
         return result

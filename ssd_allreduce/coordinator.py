@@ -103,6 +103,7 @@ class Coordinator:
         names, model = self.parameters.names, self._model
         return [
             describe.describe_settings(self.training.settings, self.training.wire, self._reducer.unit_names),
+            ("the averaged buffers", self.training.buffers.describe()),
             describe.describe_base(self.training.base, self.training.options),
             describe.describe_parameters(self.parameters),
             describe.describe_progress(self._schedule.events),
@@ -258,6 +259,7 @@ class Coordinator:
                 self.delay.complete()
             while not self._flush_event_of_all():
                 pass
+            self.training.buffers.average_now()
         self._prepare_next_step()
 
     def _flush_event_of_all(self) -> bool:

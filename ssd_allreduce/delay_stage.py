@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ssd_allreduce import layout
 from ssd_allreduce.accumulators import Sums
+from ssd_allreduce.clipping import clip_coefficient, clip_gradients
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.group_options import Row
 from ssd_allreduce.ops import Accumulation
@@ -28,6 +29,8 @@ class DelayStage:
         self._enter()
         row = training.own_options()
         if contribute:
+            if training.settings.max_grad_norm is not None:
+                clip_gradients(training.parameters.tensors, training.settings.max_grad_norm)
             self._local_step(row)
             if training.schedule.in_flight:
                 self.rows_since_sync.append(row)
@@ -88,13 +91,17 @@ class DelayStage:
 
     def _replay(self, result: ControlResult, sums: Sums, contributions: int) -> None:
         training = self._training
+        scale = float(training.size) if training.sums_gradients else 1.0
+        max_norm = training.settings.max_grad_norm
+        if max_norm is not None:
+            scale *= clip_coefficient(sums.gradients, scale / contributions, max_norm)
         made = [(row, count) for row, count in zip(result.options, result.counts, strict=True) if count]
         training.global_model.replay(
             Replay(
                 sums=sums.gradients,
                 squares=sums.squares,
                 contributions=contributions,
-                gradient_scale=float(training.size) if training.sums_gradients else 1.0,
+                gradient_scale=scale,
                 steps=[training.view(row) for row, _ in made],
                 counts=[count for _, count in made],
                 corrections=training.rule.corrections,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,30 +14,18 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce import checkpoint
+from ssd_allreduce.assembly import assemble, make_transport
 from ssd_allreduce.base_optimizer import ENTRY, BaseOptimizer, optimizers_sharing_groups
-from ssd_allreduce.communicators import horovod
-from ssd_allreduce.communicators.horovod import HorovodCommunicator
-from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
-from ssd_allreduce.compensation import make_rule
-from ssd_allreduce.control_channel import ControlChannel
+from ssd_allreduce.buffers import BufferAverager, check_average_buffers
+from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.families import choose_family
-from ssd_allreduce.global_model import GlobalModel
-from ssd_allreduce.group_options import GroupOptions
-from ssd_allreduce.parameters import Parameters, name_parameters
-from ssd_allreduce.reducer import Reducer
-from ssd_allreduce.schedule import Schedule
-from ssd_allreduce.settings import Settings, check_backward_passes, check_settings
+from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.request import choose_communicator, read_request
+from ssd_allreduce.settings import check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
-from ssd_allreduce.training import Training
-from ssd_allreduce.transport import Transport
-from ssd_allreduce.update_family import Family
-from ssd_allreduce.wire import NoCompression, WireFormat
-
-_instances: Counter[str] = Counter()
-"""Optimizers made so far on each engine: part of every tensor's name, equal on all ranks."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -50,7 +36,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: result of ``hvd.DistributedOptimizer``, or a ``torch.optim.Optimizer``. Supported:
-            ``torch.optim.SGD`` with all its options.
+            ``torch.optim.SGD``, ``Adam`` and ``AdamW``, and by its own ``step()`` any other class
+            that makes one update from ``p.grad`` (not ``LBFGS``).
         delay_steps: steps in a period, k in the paper, at least 1. The gradient traffic shrinks by
             this factor. Larger values hide slower networks and drift further; 4 to 16 are usual.
         overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By
@@ -75,6 +62,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         process_set: the ``hvd.ProcessSet`` that trains together, for a bare optimizer.
         communicator: an object with the methods of ``ssd_allreduce.communicators.Communicator``; by
             default Horovod where it has been initialised, else one rank.
+        max_grad_norm: clip by the 2-norm over all gradients: in warm-up the global mean, in the delay
+            stage the local gradient in every step, and at completion the global mean, the same on all
+            ranks. Gradients are final at ``step()`` then.
+        average_buffers: when floating-point buffers of ``model`` (BatchNorm's statistics) are averaged
+            over the ranks: ``"sync"`` (with every sync event, and in ``flush()``), ``"flush"``, or
+            ``"never"``, the default, as in Horovod.
+        model: the module whose buffers are averaged.
+        sparse_as_dense: make sparse gradients dense instead of refusing them, for a bare optimizer.
         timeout: seconds that one wait for other ranks may last. Raise it where ranks pause for long
             (evaluation on rank 0 alone).
 
@@ -105,6 +100,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: Any = None,
         process_set: Any = None,
         communicator: Communicator | None = None,
+        max_grad_norm: float | None = None,
+        average_buffers: str = "never",
+        model: torch.nn.Module | None = None,
+        sparse_as_dense: bool | None = None,
         timeout: float = 600.0,
     ) -> None:
         self._closed = True
@@ -118,17 +117,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             local_lr_scale=local_lr_scale,
             issue=issue,
             timeout=timeout,
+            max_grad_norm=max_grad_norm,
         )
+        when = check_average_buffers(average_buffers, model)
         _refuse_wrong_optimizer(type(self), optimizer)
         _refuse_live_wrapper(optimizer)
-        request = _read_request(
+        request = read_request(
             optimizer,
             named_parameters=named_parameters,
             backward_passes_per_step=backward_passes_per_step,
             compression=compression,
             process_set=process_set,
+            sparse_as_dense=sparse_as_dense,
         )
-        engine = _choose_communicator(request, communicator)
+        engine = choose_communicator(request, communicator)
         parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
         self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
@@ -142,7 +144,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, warmup_steps, self._stats)
         else:
-            training = _assemble(engine, self._family, settings, request, self._stats)
+            transport = make_transport(engine, settings, self._stats)
+            buffers = BufferAverager(transport, model, when)
+            training = assemble(transport, self._family, settings, request, buffers, self._stats)
             self._engine = Coordinator(training)
         self._base.attach(_other_holders(optimizer))
         self._base.share_with(self)
@@ -374,124 +378,6 @@ def _restore(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) 
         engine.load_checkpoint(entry)
     else:
         checkpoint.restore(engine, entry)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the user wants, wherever it was said: to Horovod's wrapper or to this one."""
-
-    names: dict[Tensor, str]
-    wire: WireFormat
-    groups: list[tuple[Tensor, ...]] | None
-    process_set: Any
-    backward_passes_per_step: int
-    sparse_as_dense: bool
-    horovod_wrapped: bool
-
-    def group_indices(self, parameters: Parameters) -> list[tuple[int, ...]] | None:
-        """The groups as positions in the list of parameters."""
-        if self.groups is None:
-            return None
-        return [tuple(parameters.index_of[p] for p in group) for group in self.groups if group]
-
-
-def _read_request(optimizer: torch.optim.Optimizer, **given: Any) -> _Request:
-    if horovod.is_wrapped(optimizer):
-        return _read_wrapped_request(optimizer, given)
-    passes = given["backward_passes_per_step"]
-    compression = NoCompression if given["compression"] is None else given["compression"]
-    for method in ("compress", "decompress"):
-        if not callable(getattr(compression, method, None)):
-            raise TypeError(
-                f"compression={compression!r} has no method {method}(). Allowed: hvd.Compression.none, "
-                "hvd.Compression.fp16, or an object with compress() and decompress()."
-            )
-    return _Request(
-        names=name_parameters(optimizer.param_groups, given["named_parameters"]),
-        wire=WireFormat(compression=compression),
-        groups=None,
-        process_set=given["process_set"],
-        backward_passes_per_step=1 if passes is None else check_backward_passes(passes),
-        sparse_as_dense=False,
-        horovod_wrapped=False,
-    )
-
-
-def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> _Request:
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        raise ValueError(
-            f"{', '.join(twice)} given for an optimizer that Horovod has wrapped. Give it to "
-            "hvd.DistributedOptimizer, whose options are honoured."
-        )
-    options = horovod.read_wrapped(optimizer)
-    return _Request(
-        names=options.names,
-        wire=WireFormat(options.op, options.predivide, options.compression, options.groups is not None),
-        groups=options.groups,
-        process_set=options.process_set,
-        backward_passes_per_step=options.backward_passes_per_step,
-        sparse_as_dense=options.sparse_as_dense,
-        horovod_wrapped=True,
-    )
-
-
-def _assemble(
-    communicator: Communicator,
-    family: Family,
-    settings: Settings,
-    request: _Request,
-    stats: StatsRecorder,
-) -> Training:
-    """Make the parts and put them together."""
-    parameters, base = family.parameters, family.base
-    _instances[communicator.key] += 1
-    prefix = f"ssd.{_instances[communicator.key]}"
-    transport = Transport(communicator, prefix, settings.timeout, stats)
-    reducer = Reducer(
-        parameters,
-        transport,
-        request.wire,
-        request.group_indices(parameters),
-        request.backward_passes_per_step,
-        request.sparse_as_dense,
-        settings.delay_steps,
-        family.needs_squares,
-    )
-    options = GroupOptions(base.groups, base.option_names)
-    gradient_scale = float(communicator.size) if request.wire.op is ReduceOp.SUM else 1.0
-    return Training(
-        parameters=parameters,
-        base=base,
-        settings=settings,
-        schedule=Schedule(settings.warmup_steps, settings.delay_steps, settings.overlap_steps),
-        transport=transport,
-        wire=request.wire,
-        reducer=reducer,
-        control=ControlChannel(reducer, options, communicator.rank),
-        options=options,
-        family=family,
-        global_model=GlobalModel(parameters, base, family),
-        rule=make_rule(settings, family, gradient_scale),
-        stats=stats,
-    )
-
-
-def _choose_communicator(request: _Request, communicator: Communicator | None) -> Communicator | None:
-    """The engine, or None for one rank."""
-    if communicator is not None:
-        if not isinstance(communicator, Communicator):
-            raise TypeError(
-                f"communicator={communicator!r} lacks methods of ssd_allreduce.communicators."
-                "Communicator. Allowed: None, ssd_allreduce.Loopback(size), or such an object."
-            )
-        return communicator if communicator.size > 1 else None
-    if not horovod.horovod_is_running():
-        return None
-    if request.horovod_wrapped and not request.process_set.included():
-        return None
-    chosen = HorovodCommunicator(request.process_set)
-    return chosen if chosen.size > 1 else None
 
 
 def _refuse_wrong_optimizer(kind: type, optimizer: object) -> None:

@@ -25,6 +25,7 @@ class Settings:
     local_lr_scale: float
     issue: Issue
     timeout: float
+    max_grad_norm: float | None
 
     def describe(self) -> list[tuple[str, str]]:
         """Name and value of every option on which ranks must agree."""
@@ -36,6 +37,7 @@ class Settings:
             "alpha",
             "beta",
             "local_lr_scale",
+            "max_grad_norm",
         )
         return [(name, repr(getattr(self, name))) for name in agreed]
 
@@ -51,6 +53,7 @@ def check_settings(
     local_lr_scale: float | None,
     issue: str,
     timeout: float,
+    max_grad_norm: float | None = None,
 ) -> Settings:
     """Validate user options together and fill in defaults.
 
@@ -77,6 +80,8 @@ def check_settings(
     timeout = _real("timeout", timeout)
     if timeout <= 0.0:
         raise ValueError(f"timeout={timeout} must be a number of seconds greater than 0.")
+    if max_grad_norm is not None and _real("max_grad_norm", max_grad_norm) <= 0.0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be greater than 0, or None.")
     return Settings(
         delay_steps=delay_steps,
         overlap_steps=overlap_steps,
@@ -85,8 +90,10 @@ def check_settings(
         alpha=1.0 if alpha is None else _non_negative("alpha", alpha),
         beta=0.5 if beta is None else _non_negative("beta", beta),
         local_lr_scale=scale,
-        issue=issue,  # type: ignore[arg-type]
+        # The norm is over all gradients, so none is final before the last.
+        issue="step" if max_grad_norm is not None else issue,  # type: ignore[arg-type]
         timeout=timeout,
+        max_grad_norm=max_grad_norm,
     )
 
 

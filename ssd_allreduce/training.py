@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssd_allreduce.base_optimizer import BaseOptimizer
+from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.compensation import LocalRule
 from ssd_allreduce.control_channel import ControlChannel
@@ -37,6 +38,7 @@ class Training:
     global_model: GlobalModel
     rule: LocalRule
     stats: StatsRecorder
+    buffers: BufferAverager
 
     @property
     def rank(self) -> int:

@@ -27,7 +27,8 @@ class Replay:
         sums: gradients summed over ranks and steps.
         squares: squared gradients summed likewise, where the family needs them.
         contributions: number of gradients in each sum (n).
-        gradient_scale: factor on the mean; the world size where the user chose ``op=Sum``.
+        gradient_scale: factor on the mean: the world size where the user chose ``op=Sum``, and what
+            clipping asks for.
         steps: the options of each step.
         counts: ranks that contributed to each step.
         corrections: tensors that receive what the GLU rule reads, if it does.

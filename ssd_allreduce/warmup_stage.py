@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ssd_allreduce.clipping import clip_gradients
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.training import Training
 
@@ -54,6 +55,8 @@ class WarmupStage:
             before = None
             if rule.wants_weights_before_warmup_step:
                 before = [p.detach().clone() for p in training.parameters.tensors]
+            if training.settings.max_grad_norm is not None:
+                clip_gradients(training.parameters.tensors, training.settings.max_grad_norm)
             row = result.options[0]
             with training.options.written(training.base.groups, row):
                 training.base.step()

@@ -104,13 +104,13 @@ class RankSession:
 
 def align_names(index: int) -> None:
     """Give the test's optimizers the same numbers on every rank, whatever happened before."""
-    from ssd_allreduce import optimizer
+    from ssd_allreduce import assembly
 
     class StartingAtOwnNumber(Counter[str]):
         def __missing__(self, key: str) -> int:
             return index * NAMES_PER_TEST
 
-    optimizer._instances = StartingAtOwnNumber()
+    assembly._instances = StartingAtOwnNumber()
 
 
 def leave() -> NoReturn:

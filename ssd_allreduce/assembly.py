@@ -1,0 +1,68 @@
+"""Makes the parts of one optimizer's training and puts them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ssd_allreduce.buffers import BufferAverager
+from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
+from ssd_allreduce.compensation import make_rule
+from ssd_allreduce.control_channel import ControlChannel
+from ssd_allreduce.global_model import GlobalModel
+from ssd_allreduce.group_options import GroupOptions
+from ssd_allreduce.reducer import Reducer
+from ssd_allreduce.request import Request
+from ssd_allreduce.schedule import Schedule
+from ssd_allreduce.settings import Settings
+from ssd_allreduce.statistics import StatsRecorder
+from ssd_allreduce.training import Training
+from ssd_allreduce.transport import Transport
+from ssd_allreduce.update_family import Family
+
+_instances: Counter[str] = Counter()
+"""Optimizers made so far on each engine: part of every tensor's name, equal on all ranks."""
+
+
+def make_transport(communicator: Communicator, settings: Settings, stats: StatsRecorder) -> Transport:
+    _instances[communicator.key] += 1
+    return Transport(communicator, f"ssd.{_instances[communicator.key]}", settings.timeout, stats)
+
+
+def assemble(
+    transport: Transport,
+    family: Family,
+    settings: Settings,
+    request: Request,
+    buffers: BufferAverager,
+    stats: StatsRecorder,
+) -> Training:
+    """Make the parts and put them together."""
+    parameters, base, communicator = family.parameters, family.base, transport.communicator
+    reducer = Reducer(
+        parameters,
+        transport,
+        request.wire,
+        request.group_indices(parameters),
+        request.backward_passes_per_step,
+        request.sparse_as_dense,
+        settings.delay_steps,
+        family.needs_squares,
+    )
+    options = GroupOptions(base.groups, base.option_names)
+    gradient_scale = float(communicator.size) if request.wire.op is ReduceOp.SUM else 1.0
+    return Training(
+        parameters=parameters,
+        base=base,
+        settings=settings,
+        schedule=Schedule(settings.warmup_steps, settings.delay_steps, settings.overlap_steps),
+        transport=transport,
+        wire=request.wire,
+        reducer=reducer,
+        control=ControlChannel(reducer, options, communicator.rank, buffers),
+        options=options,
+        family=family,
+        global_model=GlobalModel(parameters, base, family),
+        rule=make_rule(settings, family, gradient_scale),
+        stats=stats,
+        buffers=buffers,
+    )

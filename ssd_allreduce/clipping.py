@@ -1,0 +1,30 @@
+"""Clipping by the norm over all gradients together (``max_grad_norm``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-6
+
+
+def clip_coefficient(gradients: Sequence[Tensor], scale: float, max_norm: float) -> float:
+    """What gradients times ``scale`` have to be multiplied by for a 2-norm of at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+    norm = float(torch.linalg.vector_norm(torch.stack(norms))) * scale
+    return min(1.0, max_norm / (norm + _TINY))
+
+
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> None:
+    """Scale the parameters' gradients in place."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    coefficient = clip_coefficient(gradients, 1.0, max_norm)
+    if coefficient < 1.0:
+        torch._foreach_mul_(gradients, coefficient)

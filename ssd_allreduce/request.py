@@ -1,0 +1,93 @@
+"""What the user wants, read from the optimizer that was given and from the wrapper's own options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssd_allreduce.communicators import horovod
+from ssd_allreduce.communicators.horovod import HorovodCommunicator
+from ssd_allreduce.communicators.protocol import Communicator
+from ssd_allreduce.parameters import Parameters, name_parameters
+from ssd_allreduce.settings import check_backward_passes
+from ssd_allreduce.wire import NoCompression, WireFormat
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user wants, wherever it was said: to Horovod's wrapper or to this one."""
+
+    names: dict[Tensor, str]
+    wire: WireFormat
+    groups: list[tuple[Tensor, ...]] | None
+    process_set: Any
+    backward_passes_per_step: int
+    sparse_as_dense: bool
+    horovod_wrapped: bool
+
+    def group_indices(self, parameters: Parameters) -> list[tuple[int, ...]] | None:
+        """The groups as positions in the list of parameters."""
+        if self.groups is None:
+            return None
+        return [tuple(parameters.index_of[p] for p in group) for group in self.groups if group]
+
+
+def read_request(optimizer: torch.optim.Optimizer, **given: Any) -> Request:
+    if horovod.is_wrapped(optimizer):
+        return _read_wrapped_request(optimizer, given)
+    passes = given["backward_passes_per_step"]
+    compression = NoCompression if given["compression"] is None else given["compression"]
+    for method in ("compress", "decompress"):
+        if not callable(getattr(compression, method, None)):
+            raise TypeError(
+                f"compression={compression!r} has no method {method}(). Allowed: hvd.Compression.none, "
+                "hvd.Compression.fp16, or an object with compress() and decompress()."
+            )
+    return Request(
+        names=name_parameters(optimizer.param_groups, given["named_parameters"]),
+        wire=WireFormat(compression=compression),
+        groups=None,
+        process_set=given["process_set"],
+        backward_passes_per_step=1 if passes is None else check_backward_passes(passes),
+        sparse_as_dense=bool(given["sparse_as_dense"]),
+        horovod_wrapped=False,
+    )
+
+
+def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> Request:
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} given for an optimizer that Horovod has wrapped. Give it to "
+            "hvd.DistributedOptimizer, whose options are honoured."
+        )
+    options = horovod.read_wrapped(optimizer)
+    return Request(
+        names=options.names,
+        wire=WireFormat(options.op, options.predivide, options.compression, options.groups is not None),
+        groups=options.groups,
+        process_set=options.process_set,
+        backward_passes_per_step=options.backward_passes_per_step,
+        sparse_as_dense=options.sparse_as_dense,
+        horovod_wrapped=True,
+    )
+
+
+def choose_communicator(request: Request, communicator: Communicator | None) -> Communicator | None:
+    """The engine, or None for one rank."""
+    if communicator is not None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(
+                f"communicator={communicator!r} lacks methods of ssd_allreduce.communicators."
+                "Communicator. Allowed: None, ssd_allreduce.Loopback(size), or such an object."
+            )
+        return communicator if communicator.size > 1 else None
+    if not horovod.horovod_is_running():
+        return None
+    if request.horovod_wrapped and not request.process_set.included():
+        return None
+    chosen = HorovodCommunicator(request.process_set)
+    return chosen if chosen.size > 1 else None
