@@ -48,18 +48,21 @@ void parallel_over_elements(const Items& items, const Function& function) {
 template <typename T, typename Rule, int kStream>
 using ElementOf = std::conditional_t<Rule::kStreams[kStream].is_parameter, T, ComputeType<T>>;
 
-// Applies a rule to the elements [begin, begin + count) of one item, a vector at a time. The last
-// elements go through the same vectors, padded, so that an element's place changes no bit of it.
+// Applies a rule to the elements [begin, begin + count) of one item, a pair of vectors at a
+// time. The last elements go through the same vectors, padded, so that an element's place changes
+// no bit of it.
 template <int64_t kVectorBytes, typename T, typename Rule, int... kStream>
 GLU_INLINE void apply_rule(const Rule rule, void* const* data, int64_t begin, int64_t count,
                            std::integer_sequence<int, kStream...>) {
-  constexpr int64_t kLanes = kVectorBytes / sizeof(ComputeType<T>);
+  using C = ComputeType<T>;
+  constexpr int64_t kLanes = kVectorBytes / sizeof(C);
+  constexpr int64_t kElements = 2 * kLanes;
   const auto elements =
       std::make_tuple(static_cast<ElementOf<T, Rule, kStream>*>(data[kStream]) + begin...);
-  Vector<ComputeType<T>, kLanes> x[sizeof...(kStream)];
+  VectorPair<C, kLanes> x[sizeof...(kStream)];
 
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
+  for (; i + kElements <= count; i += kElements) {
     (load_if<Rule::kStreams[kStream].is_read>(x[kStream], std::get<kStream>(elements) + i), ...);
     rule(x);
     (store_if<Rule::kStreams[kStream].is_written>(std::get<kStream>(elements) + i, x[kStream]),
@@ -88,8 +91,8 @@ void apply_rule_baseline(const Rule& rule, void* const* data, int64_t begin, int
 #if defined(__x86_64__)
 // The same bits as the baseline: AVX2 does not imply fused multiply-adds.
 template <typename T, typename Rule>
-__attribute__((target("avx2"))) void apply_rule_avx2(const Rule& rule, void* const* data,
-                                                     int64_t begin, int64_t count) {
+__attribute__((target("avx2,f16c"))) void apply_rule_avx2(const Rule& rule, void* const* data,
+                                                          int64_t begin, int64_t count) {
   apply_rule<32, T>(rule, data, begin, count, StreamIndices<Rule>{});
 }
 #endif

@@ -111,18 +111,30 @@ TensorLists<N + 1> append(const TensorLists<N>& lists, at::TensorList last) {
   return result;
 }
 
+template <typename Backend, std::size_t N, typename MakeRule>
+void apply_accumulating(const TensorLists<N>& lists, at::TensorList accumulators,
+                        const MakeRule& make_rule) {
+  apply<Backend>(append(lists, accumulators), [&](auto compute) {
+    return Accumulating<decltype(make_rule(compute))>{make_rule(compute)};
+  });
+}
+
+template <typename Backend, std::size_t N, typename MakeRule>
+void apply_overwriting(const TensorLists<N>& lists, at::TensorList accumulators,
+                       const MakeRule& make_rule) {
+  apply<Backend>(append(lists, accumulators), [&](auto compute) {
+    return Overwriting<decltype(make_rule(compute))>{make_rule(compute)};
+  });
+}
+
 // Applies a local rule together with what is to become of the accumulators.
 template <typename Backend, std::size_t N, typename MakeRule>
 void apply_local(const TensorLists<N>& lists, at::TensorList accumulators, int64_t accumulation,
                  const MakeRule& make_rule) {
   if (accumulation == kAdd) {
-    apply<Backend>(append(lists, accumulators), [&](auto compute) {
-      return Accumulating<decltype(make_rule(compute))>{make_rule(compute)};
-    });
+    apply_accumulating<Backend>(lists, accumulators, make_rule);
   } else if (accumulation == kOverwrite) {
-    apply<Backend>(append(lists, accumulators), [&](auto compute) {
-      return Overwriting<decltype(make_rule(compute))>{make_rule(compute)};
-    });
+    apply_overwriting<Backend>(lists, accumulators, make_rule);
   } else {
     apply<Backend>(lists, make_rule);
   }
@@ -188,8 +200,12 @@ template <typename Backend>
 void accumulate_(at::TensorList accumulators, at::TensorList gradients, bool overwrite) {
   const ListChecker lists("accumulate_", Backend::kDevice, "gradients", gradients);
   lists.state("accumulators", accumulators);
-  apply_local<Backend>(TensorLists<1>{gradients}, accumulators, overwrite ? kOverwrite : kAdd,
-                       [](auto) { return OnlyGradient{}; });
+  const auto make_rule = [](auto) { return OnlyGradient{}; };
+  if (overwrite) {
+    apply_overwriting<Backend>(TensorLists<1>{gradients}, accumulators, make_rule);
+  } else {
+    apply_accumulating<Backend>(TensorLists<1>{gradients}, accumulators, make_rule);
+  }
 }
 
 // The options of one replayed optimizer, as the user gave them.
