@@ -1,0 +1,748 @@
+"""The object that the user holds is an optimizer to everyone who asks, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engines import RecordingEngine
+from loops import (
+    equal,
+    fill,
+    global_weights,
+    inputs,
+    loss_of,
+    same,
+    sgd,
+    small_model,
+    train,
+    train_step,
+    weights,
+    wrap,
+)
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import ssd_allreduce as ssd
+from ssd_allreduce import Loopback, UsageError, WeightsChangedError
+
+PARAMETERS = 3 * 4 + 4 + 4 * 2 + 2
+STAGES = [pytest.param({"warmup_steps": 99}, id="warm-up"), pytest.param({}, id="delay stage")]
+SETTINGS = [
+    pytest.param({"delay_steps": 1}, id="k=1"),
+    pytest.param({"delay_steps": 3, "overlap_steps": 0, "warmup_steps": 2}, id="k=3,d=0,T=2"),
+    pytest.param({"delay_steps": 4, "overlap_steps": 2}, id="k=4,d=2"),
+]
+
+
+# -- it is an optimizer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_it_is_a_torch_optimizer_with_the_groups_and_state_of_the_users_own(size: int) -> None:
+    model = small_model()
+    base = sgd(model, weight_decay=0.1)
+    optimizer = wrap(model, Loopback(size), base, warmup_steps=1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is base.param_groups
+    assert optimizer.defaults == base.defaults
+    assert optimizer.base_optimizer is base
+    assert "weight_decay: 0.1" in repr(optimizer)
+    train_step(model, optimizer)
+    assert optimizer.state is base.state
+    assert set(optimizer.state) == set(model.parameters())
+
+
+def test_construction_sends_nothing() -> None:
+    engine = RecordingEngine(3)
+    wrap(small_model(), engine)
+    assert engine.sent == []
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_one_rank_is_the_base_optimizers_own_step(options: dict[str, Any]) -> None:
+    model, plain = small_model(), small_model()
+    train(model, wrap(model, Loopback(1), **options), 9)
+    train(plain, sgd(plain), 9)
+    assert equal(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"delay_steps": 4, "warmup_steps": 99}])
+@pytest.mark.parametrize(
+    "base",
+    [{}, {"dampening": 0.3}, {"nesterov": True, "weight_decay": 0.1}, {"momentum": 0.0, "maximize": True}],
+)
+def test_synchronous_stages_of_equal_ranks_are_the_base_optimizers_own_step(
+    options: dict[str, Any], base: dict[str, Any]
+) -> None:
+    model, plain = small_model(), small_model()
+    train(model, wrap(model, Loopback(4), sgd(model, **base), **options), 5)
+    train(plain, sgd(plain, **base), 5)
+    assert equal(weights(model), weights(plain))
+
+
+def test_a_closure_is_called_once_with_gradients_enabled() -> None:
+    model = small_model()
+    optimizer, calls = wrap(model, Loopback(2), delay_steps=1), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, len(calls))
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(closure) is calls[-1]
+    assert len(calls) == 3
+    plain = small_model()
+    train(plain, sgd(plain), 3)
+    assert equal(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_grad_has_torchs_signature(size: int) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size))
+    loss_of(model).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_groups_cannot_be_added_after_wrapping_whoever_is_asked(size: int) -> None:
+    model = small_model()
+    base = sgd(model)
+    optimizer = wrap(model, Loopback(size), base)
+    group = {"params": [torch.nn.Parameter(torch.ones(2))]}
+    for holder in (optimizer, base):
+        with pytest.raises(UsageError, match=r"add_param_group\(\) after wrapping.*wrap anew"):
+            holder.add_param_group(dict(group))
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
+    base.add_param_group(group)
+    assert len(base.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    "copying", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
+def test_it_says_why_it_cannot_be_copied(copying: Callable[[Any], Any]) -> None:
+    optimizer = wrap(small_model(), Loopback(2))
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: hooks.*state_dict\(\)"):
+        copying(optimizer)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_step_hooks_run_once_a_step_on_whomever_they_are_registered(
+    size: int, options: dict[str, Any]
+) -> None:
+    model = small_model()
+    base = sgd(model)
+    optimizer = wrap(model, Loopback(size), base, **options)
+    seen: list[tuple[str, object]] = []
+
+    def noting(kind: str) -> Callable[..., None]:
+        return lambda holder, args, kwargs: seen.append((kind, holder))
+
+    with ExitStack() as stack:
+        for holder in (optimizer, base):
+            holder.register_step_pre_hook(noting("pre"))
+            holder.register_step_post_hook(noting("post"))
+        stack.callback(register_optimizer_step_pre_hook(noting("global pre")).remove)
+        stack.callback(register_optimizer_step_post_hook(noting("global post")).remove)
+        for step in range(9):
+            seen.clear()
+            train_step(model, optimizer, step)
+            assert sorted(kind for kind, _ in seen) == [
+                "global post", "global pre", "post", "post", "pre", "pre"
+            ]  # fmt: skip
+            assert {holder for kind, holder in seen if kind == "pre"} == {optimizer, base}
+            assert {holder for kind, holder in seen if kind == "post"} == {optimizer, base}
+
+
+def test_the_users_own_optimizer_is_not_stepped_behind_the_wrapper() -> None:
+    model = small_model()
+    base = sgd(model)
+    wrapper = wrap(model, Loopback(2), base)
+    with pytest.raises(UsageError, match=r"driven by ssd_allreduce.*Call step\(\) on that one.*close\(\)"):
+        base.step()
+    wrapper.close()
+
+
+# -- schedulers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return ExponentialLR(optimizer, gamma=0.5)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("make", [exponential, one_cycle])
+@pytest.mark.parametrize("when", ["before, on the user's", "after, on the user's", "after, on the wrapper"])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_a_scheduler_drives_every_local_update_and_every_replay(
+    options: dict[str, Any], when: str, make: Callable[[torch.optim.Optimizer], LRScheduler]
+) -> None:
+    """Against the same run whose groups are set by hand to what the scheduler would have set."""
+    model, scripted = small_model(), small_model()
+    base = sgd(model)
+    scheduler = make(base) if when.startswith("before") else None
+    optimizer = wrap(model, Loopback(2), base, **options)
+    if scheduler is None:
+        scheduler = make(base if when.endswith("user's") else optimizer)
+
+    other = sgd(scripted)
+    script = make(sgd(small_model()))
+    by_hand = wrap(scripted, Loopback(2), other, **options)
+    for step in range(12):
+        values = {key: script.optimizer.param_groups[0][key] for key in ("lr", "momentum")}
+        by_hand.param_groups[0].update(values)
+        train_step(scripted, by_hand, step)
+        script.optimizer.step()
+        script.step()
+        train_step(model, optimizer, step)
+        scheduler.step()
+        assert equal(weights(model), weights(scripted))
+    assert equal(global_weights(model, optimizer), global_weights(scripted, by_hand))
+
+
+def test_a_learning_rate_that_is_a_tensor_counts_by_its_value_in_each_step() -> None:
+    model, scripted = small_model(), small_model()
+    rate = torch.tensor(0.5)
+    optimizer = wrap(model, Loopback(2), sgd(model, lr=rate), delay_steps=3, overlap_steps=1)
+    by_hand = wrap(scripted, Loopback(2), sgd(scripted, lr=0.5), delay_steps=3, overlap_steps=1)
+    for step in range(8):
+        train_step(model, optimizer, step)
+        train_step(scripted, by_hand, step)
+        rate.mul_(0.5)
+        by_hand.param_groups[0]["lr"] *= 0.5
+        assert equal(weights(model), weights(scripted))
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+# -- GradScaler ----------------------------------------------------------------------------------
+
+
+def scaled_step(
+    model: torch.nn.Module,
+    optimizer: ssd.DistributedOptimizer,
+    scaler: torch.amp.GradScaler,
+    step: int,
+    overflow: bool = False,
+    unscale: bool = False,
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, step)).backward()
+    if overflow:
+        next(p.grad for p in model.parameters() if p.grad is not None).fill_(torch.inf)
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_a_scaler_changes_nothing_but_the_range_of_gradients(options: dict[str, Any], unscale: bool) -> None:
+    """With scales that are powers of two every gradient comes back bit for bit."""
+    model, plain = small_model(), small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    optimizer = wrap(model, Loopback(2), **options)
+    other = wrap(plain, Loopback(2), **options)
+    for step in range(9):
+        scaled_step(model, optimizer, scaler, step, unscale=unscale)
+        train_step(plain, other, step)
+        assert equal(weights(model), weights(plain))
+    assert scaler.get_scale() == 2.0**13
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_a_step_that_overflows_moves_nothing_and_lowers_the_scale(
+    options: dict[str, Any], unscale: bool
+) -> None:
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrap(model, Loopback(2), **options)
+    for step in range(9):
+        before = weights(model)
+        scaled_step(model, optimizer, scaler, step, overflow=step < 2, unscale=unscale)
+        assert equal(weights(model), before) == (step < 2)
+    assert scaler.get_scale() == 2.0**8
+    assert all(w.isfinite().all() for w in weights(model))
+
+
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
+def test_an_overflow_is_skipped_after_synchronize_too(options: dict[str, Any]) -> None:
+    """Horovod's recipe: backward, synchronize, unscale, clip, step without synchronizing again."""
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrap(model, Loopback(2), **options)
+    for step in range(3):
+        before = weights(model)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1:
+            next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert equal(weights(model), before) == (step == 1)
+        assert all(w.isfinite().all() for w in weights(model))
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_a_scaler_without_any_gradient_passes_a_plain_zero(options: dict[str, Any]) -> None:
+    model = small_model()
+    optimizer: Any = wrap(model, Loopback(2), sgd(model, momentum=0.0), **options)
+    before = weights(model)
+    for _ in range(5):
+        optimizer.found_inf, optimizer.grad_scale = 0, torch.tensor(1024.0)
+        optimizer.step()
+    assert equal(weights(model), before)
+    assert optimizer.stats().steps == 5
+
+
+def test_a_scaler_is_noticed_when_it_comes_too_late() -> None:
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = wrap(model, Loopback(2), warmup_steps=9)
+    train_step(model, optimizer)
+    with pytest.raises(UsageError, match=r"GradScaler.*already sent scaled gradients.*issue='step'"):
+        scaled_step(model, optimizer, scaler, 1)
+
+
+# -- synchronize() -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
+@pytest.mark.parametrize("issue", ["backward", "step"])
+def test_the_clipping_recipe_reduces_once_and_clips_the_mean(issue: str, options: dict[str, Any]) -> None:
+    engine, model, plain = RecordingEngine(2), small_model(), small_model()
+    optimizer, other = wrap(model, engine, issue=issue, **options), sgd(plain)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        train_step(plain, other, step, edit=lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        assert equal(weights(model), weights(plain))
+    assert len(engine.gradients_sent) == 4 * 4
+
+
+def test_in_the_delay_stage_synchronize_sends_nothing_and_lets_gradients_be_edited() -> None:
+    engine, model, scripted = RecordingEngine(2), small_model(), small_model()
+    optimizer = wrap(model, engine, delay_steps=2, overlap_steps=0)
+    by_hand = wrap(scripted, Loopback(2), delay_steps=2, overlap_steps=0, issue="step")
+    train_step(model, optimizer)
+    train_step(scripted, by_hand)
+
+    def edit(which: torch.nn.Module) -> Callable[[], object]:
+        return lambda: torch.nn.utils.clip_grad_norm_(which.parameters(), 0.1)
+
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step == 1:
+            # The hooks of this sync point have sent already; clip from the next step on.
+            optimizer.synchronize()
+            optimizer.step()
+            train_step(scripted, by_hand, step)
+        else:
+            before = len(engine.sent)
+            optimizer.synchronize()
+            assert len(engine.sent) == before
+            edit(model)()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            train_step(scripted, by_hand, step, edit=edit(scripted))
+        assert equal(weights(model), weights(scripted))
+
+
+def test_skipping_what_was_not_done_is_refused_in_warmup() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), warmup_steps=3)
+    loss_of(model).backward()
+    with optimizer.skip_synchronize(), pytest.raises(UsageError, match=r"Call synchronize\(\) first"):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_state_created_for_a_broadcast_does_not_change_the_first_step(options: dict[str, Any]) -> None:
+    """The first momentum of SGD is undampened, but only where there was none."""
+    for synchronize in (False, True):
+        model, plain = small_model(), small_model()
+        optimizer = wrap(model, Loopback(2), sgd(model, dampening=0.5), delay_steps=4, **options)
+        other = wrap(plain, Loopback(2), sgd(plain, dampening=0.5), delay_steps=4, **options)
+        optimizer.state_dict()
+        loss_of(model).backward()
+        if synchronize:
+            optimizer.synchronize()
+        optimizer.step()
+        train_step(plain, other)
+        assert equal(weights(model), weights(plain))
+
+
+# -- global_weights() ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_the_model_holds_the_global_weights_in_the_same_memory(options: dict[str, Any]) -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **options)
+    for step in range(9):
+        train_step(model, optimizer, step)
+        local, places, sent = weights(model), [p.data_ptr() for p in model.parameters()], len(engine.sent)
+        with optimizer.global_weights():
+            assert [p.data_ptr() for p in model.parameters()] == places
+            inside = weights(model)
+            with optimizer.global_weights():
+                assert equal(weights(model), inside)
+        assert [p.data_ptr() for p in model.parameters()] == places
+        assert equal(weights(model), local)
+        assert len(engine.sent) == sent
+    assert equal(inside, local) == (options["delay_steps"] == 1)
+
+
+def test_the_global_weights_stand_still_between_completions() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), delay_steps=3, overlap_steps=1)
+    start, seen = weights(model), []
+    for step in range(8):
+        train_step(model, optimizer, step)
+        seen.append(global_weights(model, optimizer))
+    # Sync points in the steps 2 and 5, completed in 3 and 6.
+    assert [equal(w, start) for w in seen] == [True] * 3 + [False] * 5
+    assert [equal(a, b) for a, b in pairwise(seen)] == [
+        True, True, False, True, True, False, True
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_leaving_by_an_error_brings_the_local_weights_back(options: dict[str, Any]) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), **options)
+    train_step(model, optimizer)
+    local = weights(model)
+    with pytest.raises(KeyError), optimizer.global_weights():
+        raise KeyError
+    assert equal(weights(model), local)
+    train_step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_training_inside_global_weights_is_refused(options: dict[str, Any]) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), **options)
+    train_step(model, optimizer)
+    refused: list[Callable[[], object]] = [
+        lambda: loss_of(model).backward(),
+        optimizer.step,
+        optimizer.synchronize,
+        optimizer.flush,
+        optimizer.adopt_weights,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+    ]
+    with optimizer.global_weights():
+        for call in refused:
+            with pytest.raises(UsageError, match=r"inside global_weights\(\)"):
+                call()
+    optimizer.zero_grad()
+    train_step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_weights_changed_inside_global_weights_are_noticed(options: dict[str, Any]) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), **options)
+    train_step(model, optimizer)
+
+    def change_and_go_on() -> None:
+        with optimizer.global_weights():
+            fill(model, 0.0)
+        train_step(model, optimizer, 1)
+
+    with pytest.raises(WeightsChangedError, match=r"adopt_weights\(\)"):
+        change_and_go_on()
+
+
+def test_what_state_dict_stores_does_not_depend_on_where_it_is_called() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), delay_steps=4, overlap_steps=2)
+    train(model, optimizer, 6)
+    outside = copy.deepcopy(optimizer.state_dict())
+    with optimizer.global_weights():
+        inside = copy.deepcopy(optimizer.state_dict())
+    assert same(inside, outside)
+
+
+# -- stats() -------------------------------------------------------------------------------------
+
+
+def test_stats_count_by_stage() -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, warmup_steps=2, delay_steps=3, overlap_steps=1)
+    train(model, optimizer, 10)
+    stats = optimizer.stats()
+    assert (stats.steps, stats.sync_points, stats.allreduces) == (10, 4, 4)
+    assert (stats.warmup.steps, stats.warmup.sync_points, stats.warmup.allreduces) == (2, 2, 2)
+    assert (stats.delay.steps, stats.delay.sync_points, stats.delay.allreduces) == (8, 2, 2)
+    assert stats.bytes_sent == sum(sent.bytes for sent in engine.sent)
+    gradients = [sent for sent in engine.gradients_sent if sent.name.endswith(".gradient")]
+    assert sum(sent.bytes for sent in gradients) == 2 * 4 * PARAMETERS
+    control = sum(sent.bytes for sent in engine.sent if ".control." in sent.name)
+    assert 2 * 4 * PARAMETERS <= stats.delay.bytes_sent <= 2 * 4 * PARAMETERS + control
+    assert stats.wait_seconds == stats.warmup.wait_seconds + stats.delay.wait_seconds
+    assert stats.wait_seconds > 0
+
+
+def test_stats_are_a_copy() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2))
+    stats = optimizer.stats()
+    stats.steps = stats.delay.steps = 99
+    train_step(model, optimizer)
+    assert (optimizer.stats().steps, optimizer.stats().delay.steps) == (1, 1)
+    assert stats.delay.steps == 99
+
+
+def test_stats_of_one_rank_count_steps_and_no_bytes() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(1), warmup_steps=2)
+    train(model, optimizer, 3)
+    assert (optimizer.stats().steps, optimizer.stats().bytes_sent) == (3, 0)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_rank_local_calls_send_nothing(options: dict[str, Any]) -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **options)
+    for step in range(9):
+        before = len(engine.sent)
+        saved = optimizer.state_dict()
+        optimizer.stats()
+        global_weights(model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        assert len(engine.sent) == before
+        train_step(model, optimizer, step)
+    before = len(engine.sent)
+    optimizer.close()
+    assert len(engine.sent) == before
+
+
+# -- adopt_weights() -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_adopted_weights_are_the_global_ones_and_a_new_period_begins(
+    options: dict[str, Any], steps: int
+) -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **options)
+    train(model, optimizer, steps)
+    fill(model, 0.25)
+    with pytest.raises(WeightsChangedError, match=r"weights '0\.weight', '0\.bias', '2\.weight' and 1 more"):
+        train_step(model, optimizer, steps)
+    optimizer.zero_grad()
+    optimizer.adopt_weights()
+    assert all((w == 0.25).all() for w in global_weights(model, optimizer))
+    assert all((w == 0.25).all() for w in weights(model))
+    train(model, optimizer, 5, first=steps)
+    assert engine.open_operations == [] or optimizer.stats().delay.sync_points > 0
+
+
+def test_weights_may_be_changed_freely_before_the_first_step() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2))
+    fill(model, 0.5)
+    optimizer.adopt_weights()
+    train_step(model, optimizer)
+    assert all((w == 0.5).all() for w in global_weights(model, optimizer))
+
+
+def test_weights_may_be_adopted_right_after_a_load() -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), delay_steps=4, overlap_steps=2)
+    train(model, optimizer, 5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fill(model, 0.125)
+    optimizer.adopt_weights()
+    train_step(model, optimizer, 5)
+    assert all((w == 0.125).all() for w in global_weights(model, optimizer))
+
+
+# -- nothing is left behind ----------------------------------------------------------------------
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(getattr(p, "_post_accumulate_grad_hooks", None) or {}) for p in model.parameters())
+
+
+def assert_free(model: torch.nn.Module, base: torch.optim.Optimizer) -> None:
+    """The user's optimizer behaves as if it had never been wrapped."""
+    assert hooks_of(model) == 0
+    reference = copy.deepcopy(model)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(base.state_dict()))
+    train(model, base, 2)
+    train(reference, other, 2)
+    assert equal(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_close_gives_the_users_optimizer_back(size: int, options: dict[str, Any]) -> None:
+    model = small_model()
+    base = sgd(model)
+    optimizer = wrap(model, Loopback(size), base, **options)
+    train(model, optimizer, 5)
+    assert hooks_of(model) == (4 if size > 1 else 0)
+    optimizer.close()
+    optimizer.close()
+    assert_free(model, base)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_an_optimizer_that_is_dropped_leaves_nothing_behind(options: dict[str, Any]) -> None:
+    model = small_model()
+    base = sgd(model)
+    optimizer = wrap(model, Loopback(2), base, **options)
+    train(model, optimizer, 5)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert_free(model, base)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_parameters_are_freed_with_their_optimizer(closed: bool) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), delay_steps=2, overlap_steps=1)
+    train(model, optimizer, 4)
+    gone = [weakref.ref(p) for p in model.parameters()]
+    if closed:
+        optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+def test_it_can_be_wrapped_anew_after_close_and_after_being_dropped() -> None:
+    model = small_model()
+    base = sgd(model)
+    engine = RecordingEngine(2)
+    first = wrap(model, engine, base, delay_steps=2, overlap_steps=0)
+    train(model, first, 3)
+    first.close()
+    second = wrap(model, engine, base, delay_steps=2, overlap_steps=0)
+    train(model, second, 3)
+    del second
+    gc.collect()
+    third = wrap(model, engine, base, delay_steps=2, overlap_steps=0)
+    train(model, third, 4)
+    assert hooks_of(model) == 4
+    prefixes = [sent.name.split(".")[1] for sent in engine.gradients_sent if "0.weight" in sent.name]
+    assert len(prefixes) == 1 + 1 + 2
+    assert len(set(prefixes)) == 3, "each optimizer has names of its own"
+
+
+CLOSED_CALLS: dict[str, Callable[[ssd.DistributedOptimizer], object]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "synchronize": lambda optimizer: optimizer.synchronize(),
+    "flush": lambda optimizer: optimizer.flush(),
+    "adopt_weights": lambda optimizer: optimizer.adopt_weights(),
+    "global_weights": lambda optimizer: optimizer.global_weights().__enter__(),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("call", CLOSED_CALLS)
+def test_calls_after_close_are_refused(call: str, size: int) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size))
+    train_step(model, optimizer)
+    optimizer.close()
+    with pytest.raises(UsageError, match=rf"{call}\(\) after close\(\)\. Wrap the base optimizer anew"):
+        CLOSED_CALLS[call](optimizer)
+    assert optimizer.stats().steps == 1
+
+
+# -- two optimizers, as for a GAN ----------------------------------------------------------------
+
+
+def test_two_optimizers_do_not_disturb_each_other() -> None:
+    """Each has names of its own, and an idle one does not trip the other."""
+    engine = RecordingEngine(2)
+    one, two = small_model(), small_model()
+    alone = small_model()
+    first = wrap(one, engine, delay_steps=3, overlap_steps=1)
+    second = wrap(two, engine, warmup_steps=9)
+    reference = wrap(alone, Loopback(2), delay_steps=3, overlap_steps=1)
+    for step in range(9):
+        train_step(one, first, step)
+        train_step(alone, reference, step)
+        if step % 3 == 0:
+            train_step(two, second, step)
+    assert equal(weights(one), weights(alone))
+    plain = small_model()
+    other = sgd(plain)
+    for step in (0, 3, 6):
+        train_step(plain, other, step)
+    assert equal(weights(two), weights(plain))
+
+
+def test_gradients_of_another_loss_that_were_sent_are_refused_and_the_error_names_the_optimizer() -> None:
+    discriminator = small_model()
+    optimizer = wrap(discriminator, Loopback(2), warmup_steps=9)
+    train_step(discriminator, optimizer)
+    discriminator(inputs(1)).sum().backward()
+    with pytest.raises(UsageError, match=r"zero_grad\(\) between backward\(\) and step\(\).*'0\.weight'"):
+        optimizer.zero_grad()
+
+
+def test_with_issue_step_gradients_of_another_loss_may_be_zeroed() -> None:
+    model, plain = small_model(), small_model()
+    optimizer, other = wrap(model, Loopback(2), warmup_steps=9, issue="step"), sgd(plain)
+    for step in range(4):
+        model(inputs(step)).sum().backward()
+        train_step(model, optimizer, step)
+        train_step(plain, other, step)
+    assert equal(weights(model), weights(plain))

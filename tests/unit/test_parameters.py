@@ -1,0 +1,160 @@
+"""What is trained, under which name, and which tensors one kernel call can serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from ssd_allreduce import UsageError
+from ssd_allreduce.parameters import Parameters, name_parameters
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> Parameter:
+    return Parameter(torch.zeros(shape, dtype=dtype), requires_grad=trained)
+
+
+def groups_of(*groups: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": group} for group in groups]
+
+
+def make(groups: list[dict[str, Any]]) -> Parameters:
+    everything = [p for group in groups for p in group["params"]]
+    return Parameters(groups, {p: f"p{index}" for index, p in enumerate(everything)})
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_names_come_from_the_pairs_given() -> None:
+    model = torch.nn.Linear(2, 1)
+    names = name_parameters(groups_of(list(model.parameters())), model.named_parameters())
+    assert names == {model.weight: "weight", model.bias: "bias"}
+
+
+def test_names_come_from_the_groups_where_torch_keeps_them() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    assert name_parameters(optimizer.param_groups, None) == {model.weight: "weight", model.bias: "bias"}
+
+
+def test_pairs_may_name_more_than_is_trained() -> None:
+    model = torch.nn.Linear(2, 1)
+    names = name_parameters(groups_of([model.weight]), model.named_parameters())
+    assert names[model.weight] == "weight"
+
+
+@pytest.mark.parametrize("pairs", [None, []])
+def test_parameters_without_names_are_refused_with_their_places(pairs: Any) -> None:
+    groups = groups_of([parameter(2), parameter(3, 4)], [parameter(5)])
+    message = (
+        r"3 parameters of the optimizer have no name: param_groups\[0\]\['params'\]\[0\] of shape "
+        r"\(2,\), param_groups\[0\]\['params'\]\[1\] of shape \(3, 4\), "
+        r"param_groups\[1\]\['params'\]\[0\] of shape \(5,\).*named_parameters=model.named_parameters\(\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        name_parameters(groups, pairs)
+
+
+def test_a_single_missing_name_is_found() -> None:
+    first, second = parameter(2), parameter(7)
+    with pytest.raises(ValueError, match=r"1 parameters .*\['params'\]\[1\] of shape \(7,\)"):
+        name_parameters(groups_of([first, second]), [("first", first)])
+
+
+def test_many_missing_names_are_cut_short() -> None:
+    with pytest.raises(ValueError, match=r"^9 parameters") as caught:
+        name_parameters(groups_of([parameter(i + 1) for i in range(9)]), None)
+    assert str(caught.value).count("of shape") == 5
+
+
+def test_a_name_used_twice_is_refused() -> None:
+    one, other = parameter(1), parameter(2)
+    with pytest.raises(ValueError, match=r"unique; used more than once: weight\..*prefix the names"):
+        name_parameters(groups_of([one, other]), [("weight", one), ("weight", other)])
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param([torch.zeros(1)], id="parameters without names"),
+        pytest.param([("weight", torch.zeros(1), 1)], id="triples"),
+        pytest.param([(torch.zeros(1), "weight")], id="the wrong way round"),
+        pytest.param([("weight", None)], id="no tensor"),
+        pytest.param(["ab"], id="a text of two letters"),
+    ],
+)
+def test_anything_but_pairs_is_refused(pairs: Any) -> None:
+    with pytest.raises(TypeError, match=r"must yield \(name, parameter\) pairs, got .*Pass model"):
+        name_parameters(groups_of([parameter(1)]), pairs)
+
+
+# -- what is trained -----------------------------------------------------------------------------
+
+
+def test_parameters_keep_the_order_of_their_groups_and_frozen_ones_are_left_alone() -> None:
+    a, frozen, b, c = parameter(1), parameter(2, trained=False), parameter(3), parameter(4)
+    parameters = make(groups_of([a, frozen], [b, c]))
+    assert parameters.names == ["p0", "p2", "p3"]
+    assert all(x is y for x, y in zip(parameters.tensors, [a, b, c], strict=True))
+    assert parameters.group_of == [0, 1, 1]
+    assert len(parameters) == 3
+    assert [parameters.index_of[p] for p in (a, b, c)] == [0, 1, 2]
+
+
+def test_one_batch_has_one_group_and_one_dtype_and_together_they_have_everything() -> None:
+    half = parameter(2, dtype=torch.float16)
+    parameters = make(groups_of([parameter(1), half, parameter(3)], [parameter(4)]))
+    assert [(batch.group, batch.indices) for batch in parameters.batches] == [
+        (0, (0, 2)),
+        (0, (1,)),
+        (1, (3,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_accumulators_lie_like_the_parameters_in_float32_at_least(
+    dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    weight = Parameter(torch.zeros(2, 3, 4, 4, dtype=dtype).to(memory_format=torch.channels_last))
+    (accumulator,) = make(groups_of([weight])).new_accumulators()
+    assert accumulator.dtype == expected
+    assert accumulator.stride() == weight.stride()
+    assert not accumulator.requires_grad
+
+
+def test_unfreezing_is_found_by_name() -> None:
+    frozen = parameter(2, trained=False)
+    parameters = make(groups_of([parameter(1), frozen]))
+    assert parameters.find_unfrozen() is None
+    frozen.requires_grad_(True)
+    problem = parameters.find_unfrozen()
+    assert isinstance(problem, UsageError)
+    assert "Parameter 'p1' was frozen" in str(problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn])
+def test_a_dtype_that_cannot_be_trained_is_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"'p1' has dtype {dtype}. Allowed: float16, bfloat16, float32"):
+        make(groups_of([parameter(1), Parameter(torch.zeros(2).to(dtype))]))
+
+
+def test_a_sparse_parameter_is_refused_by_name() -> None:
+    sparse = Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"'p0' has layout torch.sparse_coo. Only strided.*to_dense\(\)"):
+        make(groups_of([sparse]))
+
+
+def test_what_cannot_be_trained_may_be_there_frozen() -> None:
+    parameters = make(groups_of([parameter(1), parameter(2, dtype=torch.complex64, trained=False)]))
+    assert parameters.names == ["p0"]
