@@ -25,14 +25,23 @@ PYTHON
 }
 
 # torch's headers need C++20 while Horovod asks for C++14. And a wheel kept for later has to find
-# the virtual environment's own libmpi wherever that is, so the folder it was built in is taken out.
+# the virtual environment's own libmpi wherever that is, so no folder of the build stays in it.
 write_compiler_wrapper() {
     cat >"$1" <<WRAPPER
 #!/usr/bin/env bash
 compiler=$(printf '%q' "$COMPILER")
+build=$(printf '%q' "$(dirname "$1")")
 relocatable=$([ "$MPI_SOURCE" = pypi ] && echo yes || echo no)
 WRAPPER
     cat >>"$1" <<'WRAPPER'
+keep_outside_rpaths() {
+    local folder
+    local -a folders
+    IFS=: read -r -a folders <<<"$1"
+    for folder in "${folders[@]}"; do
+        case "$folder" in "$build"/*) ;; *) arguments+=("-Wl,-rpath,$folder") ;; esac
+    done
+}
 arguments=()
 drop_next_rpath=no
 for argument in "$@"; do
@@ -43,7 +52,7 @@ for argument in "$@"; do
     case "$argument" in
         -std=*11 | -std=*14 | -std=*17) arguments+=("-std=gnu++20") ;;
         -Wl,-rpath) [ "$relocatable" = yes ] && drop_next_rpath=yes || arguments+=("$argument") ;;
-        -Wl,-rpath,*) [ "$relocatable" = yes ] || arguments+=("$argument") ;;
+        -Wl,-rpath,*) [ "$relocatable" = yes ] || keep_outside_rpaths "${argument#-Wl,-rpath,}" ;;
         *) arguments+=("$argument") ;;
     esac
 done

@@ -164,6 +164,11 @@ class TestCompilerWrapper:
         given = ["-shared", "-Wl,-rpath", "-Wl,/opt/mpi/lib", "-lmpi"]
         assert self.arguments_after(tmp_path, "system", *given) == given
 
+    def test_folders_of_the_build_are_not_kept(self, tmp_path: Path) -> None:
+        given = f"-Wl,-rpath,/opt/mpi/lib:{tmp_path}/venv/lib:/opt/other"
+        got = self.arguments_after(tmp_path, "system", "-shared", given)
+        assert got == ["-shared", "-Wl,-rpath,/opt/mpi/lib", "-Wl,-rpath,/opt/other"]
+
 
 class TestOptions:
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
