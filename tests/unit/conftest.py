@@ -16,7 +16,11 @@ settings.load_profile("unit")
 # The tensors here are tiny, and several ranks run as threads of one process.
 torch.set_num_threads(1)
 
-# Wrapping an optimizer looks for other holders of its groups among all objects of the process. What
-# pytest and torch have made until here need not be looked through hundreds of times.
-gc.collect()
-gc.freeze()
+
+def pytest_collection_finish() -> None:
+    """Wrapping an optimizer looks for other holders of its groups among all objects of the process.
+
+    What pytest and torch have made until the tests begin need not be looked through each time.
+    """
+    gc.collect()
+    gc.freeze()
