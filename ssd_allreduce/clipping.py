@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ssd_allreduce.layout import compute_dtype
+
 _TINY = 1e-6
 
 
@@ -15,8 +17,8 @@ def clip_coefficient(gradients: Sequence[Tensor], scale: float, max_norm: float)
 
     As ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
     """
-    norms = torch._foreach_norm([gradient.float() for gradient in gradients])
-    norm = float(torch.linalg.vector_norm(torch.stack(norms))) * scale
+    norms = torch._foreach_norm([gradient.to(compute_dtype(gradient.dtype)) for gradient in gradients])
+    norm = float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))) * scale
     return min(1.0, max_norm / (norm + _TINY))
 
 

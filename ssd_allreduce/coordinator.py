@@ -357,9 +357,12 @@ class Coordinator:
         return local
 
     def local_weights(self) -> list[Tensor]:
-        """This rank's local weights, also while the model holds the global ones."""
+        """Copies of this rank's local weights, also while the model holds the global ones.
+
+        Copies, because a checkpoint taken before ``global_weights()`` may be written inside it.
+        """
         held = self._held_local_weights
-        return [p.detach() for p in self.parameters.tensors] if held is None else held
+        return [p.detach().clone() for p in (self.parameters.tensors if held is None else held)]
 
     def refuse_zero_grad(self) -> None:
         """Raise if the hooks have sent gradients that zeroing would make wrong."""

@@ -95,6 +95,11 @@ def _refuse_untrainable(name: str, parameter: Tensor) -> None:
             f"Parameter {name!r} has dtype {parameter.dtype}. Allowed: float16, bfloat16, float32 and "
             "float64. Keep complex parameters as pairs of real ones (torch.view_as_real)."
         )
+    if type(parameter.data).__module__.startswith("torch.distributed."):
+        raise TypeError(
+            f"Parameter {name!r} is a {type(parameter.data).__name__}, of which each rank holds a part. "
+            "Allowed: models that every rank holds whole (no FSDP, no tensor parallelism)."
+        )
     if parameter.layout != torch.strided:
         raise TypeError(
             f"Parameter {name!r} has layout {parameter.layout}. Only strided (dense) parameters can "
