@@ -22,7 +22,7 @@ from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.families import choose_family
 from ssd_allreduce.parameters import Parameters
-from ssd_allreduce.request import choose_communicator, read_request
+from ssd_allreduce.request import choose_communicator, read_request, refuse_other_engines
 from ssd_allreduce.settings import check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
@@ -132,6 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         engine = choose_communicator(request, communicator)
         parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
+        refuse_other_engines(parameters)
         self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
         self._family.check(settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from ssd_allreduce.communicators import horovod
 from ssd_allreduce.communicators.horovod import HorovodCommunicator
 from ssd_allreduce.communicators.protocol import Communicator
+from ssd_allreduce.errors import UsageError
 from ssd_allreduce.parameters import Parameters, name_parameters
 from ssd_allreduce.settings import check_backward_passes
 from ssd_allreduce.wire import NoCompression, WireFormat
@@ -74,6 +77,33 @@ def _read_wrapped_request(optimizer: torch.optim.Optimizer, given: dict[str, Any
         sparse_as_dense=options.sparse_as_dense,
         horovod_wrapped=True,
     )
+
+
+def refuse_other_engines(parameters: Parameters) -> None:
+    """Raise where something else reduces these gradients too, or changes the number of ranks.
+
+    Raises:
+        UsageError: naming it, and what to do instead.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise UsageError(
+            "Elastic Horovod changes the number of ranks while training, which a period cannot follow. "
+            "Launch without --min-np/--max-np, and restart from the last checkpoint with another number "
+            "of ranks: load_state_dict() allows it."
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for module in _data_parallel_modules():
+            if any(parameter in parameters.index_of for parameter in module.parameters()):
+                raise UsageError(
+                    f"The model is wrapped by {type(module).__name__}, which reduces every gradient in every "
+                    "backward. Train the module inside it (its .module) and let this optimizer "
+                    "communicate."
+                )
+
+
+def _data_parallel_modules() -> list[torch.nn.Module]:
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel)
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), wrappers)]
 
 
 def choose_communicator(request: Request, communicator: Communicator | None) -> Communicator | None:
