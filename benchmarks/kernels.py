@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from ssd_allreduce import ops
 PARAMETER, STATE = "parameter", "state"
 # Larger than the last-level cache of any processor that this is likely to meet.
 ROTATED_BYTES = 512 * 2**20
+# Making more tensors than this takes longer than timing them.
+ROTATED_TENSORS = 20_000
 SIZES = (10**4, 10**5, 10**6, 10**7, 10**8)
 DTYPES = {
     "float32": torch.float32,
@@ -297,7 +300,11 @@ class Clock:
     """Seconds that a call takes on the device."""
 
     def __init__(self, device: str) -> None:
-        self.synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self.device = device
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def seconds(self, function: Callable[[], None]) -> float:
         self.synchronize()
@@ -385,7 +392,7 @@ def measure(operation: Operation, sets: list[TensorSet], device: str, rounds: in
     for round_number in range(rounds + 1):
         for seconds, call in calls:
             made = next(rotation)
-            elapsed = clock.seconds(lambda call=call, made=made: call(made))  # type: ignore[misc]
+            elapsed = clock.seconds(partial(call, made))
             if round_number:  # the first round warms up
                 seconds.append(elapsed)
     return times
@@ -403,7 +410,7 @@ def benchmark(
     sizes = tensor_sizes(layout, numel)
     total = sum(sizes)
     per_element = operation.bytes_per_element(DTYPES[dtype])
-    set_count = max(1, min(64, ROTATED_BYTES // (total * per_element)))
+    set_count = max(1, min(ROTATED_BYTES // (total * per_element), ROTATED_TENSORS // len(sizes)))
     sets = [make_set(operation, sizes, DTYPES[dtype], device) for _ in range(set_count)]
     times = measure(operation, sets, device, rounds)
     time_ratio = median_ratio(times.copy, times.ours)
@@ -464,7 +471,8 @@ def main() -> None:
     print(f"kernels: {ops.IMPLEMENTATION}, device: {arguments.device}, torch {torch.__version__}")
     print(f"threads: {torch.get_num_threads()}")
     print(HEADER)
-    results, copy_gbps = [], {}
+    results: list[dict[str, Any]] = []
+    copy_gbps: dict[int, list[float]] = {}
     for dtype in arguments.dtypes:
         for operation in (op for op in OPERATIONS if op.name in arguments.ops):
             for layout in arguments.layouts or ["single", "resnet50"]:
