@@ -9,6 +9,7 @@ import subprocess
 from functools import cache
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="reads x86-64 instructions"
@@ -45,13 +46,17 @@ def short_name(rule: str) -> str:
     return re.sub(r"<(float|double)>", "", rule)
 
 
+def objdump(*options: str) -> str:
+    path = importlib.import_module("ssd_allreduce._C").__file__
+    assert path is not None
+    command = ["objdump", *options, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @cache
 def kernels() -> dict[tuple[str, str, str], list[str]]:
     """The instructions of every compiled kernel, by target, dtype and rule."""
-    path = importlib.import_module("ssd_allreduce._C").__file__
-    assert path is not None
-    command = ["objdump", "-d", "-C", "--no-show-raw-insn", path]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listing = objdump("-d", "-C", "--no-show-raw-insn")
     found: dict[tuple[str, str, str], list[str]] = {}
     instructions: list[str] = []
     for line in listing.splitlines():
@@ -95,3 +100,9 @@ def test_kernels_call_nothing_but_memcpy() -> None:
     for (target, dtype, rule), instructions in kernels().items():
         calls = [line for line in instructions if line.startswith("call") and "memcpy" not in line]
         assert not calls, f"{rule} of {dtype} for {target}: {calls}"
+
+
+def test_kernels_run_on_the_threads_that_torch_uses() -> None:
+    if "OpenMP" in torch.__config__.parallel_info().split("ATen parallel backend:")[1]:
+        started = re.search(r"GOMP_parallel|__kmpc_fork_call", objdump("-T"))
+        assert started, "built without -fopenmp, at::parallel_for uses one thread"
