@@ -273,6 +273,7 @@ def run_ranks(size: int, program: Callable[[ThreadRank], Any]) -> list[Outcome]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    world.abort("all ranks have ended")
     return outcomes
 
 
