@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from launch_plan import Launch, launch_of, time_limit
 from launchers import ROOT, LaunchResult, environment_of, launch
-from rank_session import CASES_FILE, PATIENCE_SECONDS, START_SECONDS
+from rank_session import BEGUN_FILES, CASES_FILE, PATIENCE_SECONDS, STACK_FILES, START_SECONDS
 
 TAIL_CHARACTERS = 6000
 MAX_LAUNCH_SECONDS = 900.0
@@ -75,7 +75,17 @@ class RunningLaunch:
         result = launch(
             self.plan.launcher,
             self.plan.ranks,
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--runxfail", "-q", f"@{arguments}"],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "no:cacheprovider",
+                "--runxfail",
+                "-q",
+                "--color=no",
+                f"@{arguments}",
+            ],
             env={**dict(self.plan.env), self.variable: str(attempt)},
             timeout=2 * START_SECONDS + self.limit,
             cwd=ROOT,
@@ -88,11 +98,12 @@ class RunningLaunch:
         for position, (index, nodeid) in enumerate(remaining):
             outcome = self.complete_outcome(attempt, index)
             if outcome is None:
-                self.outcomes[nodeid] = self.describe_early_end(attempt, index, result)
+                ended = self.describe_early_end(attempt, index, result)
+                self.outcomes[nodeid] = ended
                 rest = remaining[position + 1 :]
-                if position == 0 and not list(attempt.glob("*.*.json")):
+                if not list(attempt.glob(BEGUN_FILES)):
                     # Not even the first test began: the others would fare no better.
-                    self.outcomes.update({nodeid: self.outcomes[nodeid] for _, nodeid in rest})
+                    self.outcomes.update({other: ended for _, other in rest})
                     return []
                 return rest
             self.outcomes[nodeid] = outcome
@@ -114,7 +125,8 @@ class RunningLaunch:
     def describe_early_end(self, attempt: Path, index: int, result: LaunchResult) -> Outcome:
         results = self.read_results(attempt, index)
         missing = sorted(set(range(self.plan.ranks)) - set(results))
-        text = f"Ranks {missing} did not end the test. {describe(result)}"
+        stacks = [f"--- {path.name}\n{path.read_text()}" for path in sorted(attempt.glob(STACK_FILES))]
+        text = "\n".join([f"Ranks {missing} did not end the test.", *stacks, describe(result)])
         return Outcome("failed", f"{combine(results).text}\n{text}")
 
     def wait_for(self, nodeid: str) -> Outcome:

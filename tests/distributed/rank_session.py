@@ -25,11 +25,12 @@ START_SECONDS = 120.0
 PATIENCE_SECONDS = 5.0
 NAMES_PER_TEST = 100
 CASES_FILE = "cases.json"
+BEGUN_FILES = "begun.*"
+STACK_FILES = "stack-of-rank-*"
 
 
 class RankSession:
     def __init__(self, folder: Path, default_limit: float) -> None:
-        # A rank that is stuck inside a library sees no signal; this thread ends it all the same.
         faulthandler.dump_traceback_later(START_SECONDS, exit=True)
         import horovod.torch as hvd
         import torch
@@ -37,6 +38,8 @@ class RankSession:
         hvd.init()
         torch.set_num_threads(1)
         self.folder = folder
+        # Standard error is captured, and what has been captured is lost when a rank is ended.
+        self.stack_file = (folder / STACK_FILES.replace("*", str(hvd.rank()))).open("w")
         self.rank = hvd.rank()
         self.size = hvd.size()
         self.cases: dict[str, int] = json.loads((folder / CASES_FILE).read_text())
@@ -56,7 +59,8 @@ class RankSession:
         self.reports = []
         align_names(index)
         started = time.monotonic()
-        faulthandler.dump_traceback_later(limit + 2 * PATIENCE_SECONDS, exit=True)
+        (self.folder / BEGUN_FILES.replace("*", str(self.rank))).touch()
+        self.end_process_after(limit + 2 * PATIENCE_SECONDS)
         result = yield
         # What the test leaves behind is garbage now, and must not reach into the next one.
         gc.collect()
@@ -99,7 +103,11 @@ class RankSession:
 
     def pytest_sessionfinish(self) -> None:
         # Shutting the engine down at exit is under a time limit too.
-        faulthandler.dump_traceback_later(START_SECONDS, exit=True)
+        self.end_process_after(START_SECONDS)
+
+    def end_process_after(self, seconds: float) -> None:
+        """A rank that is stuck inside a library sees no signal; this ends it all the same."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stack_file)
 
 
 def align_names(index: int) -> None:

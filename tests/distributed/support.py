@@ -47,7 +47,8 @@ def is_gradient(name: str) -> bool:
 
 def on_every_rank(value: Any) -> list[Any]:
     """What each rank passed, in the order of ranks. Collective."""
-    gathered: list[Any] = hvd.allgather_object(value)
+    # By default Horovod names the operation after the type, which may differ between ranks.
+    gathered: list[Any] = hvd.allgather_object(value, name="on_every_rank")
     return gathered
 
 
