@@ -73,6 +73,8 @@ class BaseOptimizer:
         self.state: Any = given.state
         self.on_load: Callable[[dict[str, Any] | None], None] = lambda _: None
         """Called after a load through an object under the wrapper, with the wrapper's own entry if any."""
+        self.before_load: Callable[[dict[str, Any] | None], None] = lambda _: None
+        """Called before such a load; may refuse it."""
         self._horovod_wrapped = horovod.is_wrapped(given)
         self._relatives: list[Optimizer] = []
         self._step = plain_step(self.kind)
@@ -84,8 +86,9 @@ class BaseOptimizer:
         self._relatives = [self.given, *relatives]
         for relative in self._relatives:
             self.share_with(relative)
-            handle = relative.register_load_state_dict_post_hook(self._after_load)
-            self._undo.append(handle.remove)
+            before = relative.register_load_state_dict_pre_hook(self._before_load)
+            after = relative.register_load_state_dict_post_hook(self._after_load)
+            self._undo += [before.remove, after.remove]
         self._shadow_methods()
 
     def _shadow_methods(self) -> None:
@@ -112,11 +115,16 @@ class BaseOptimizer:
         optimizer.param_groups = self.groups
         optimizer.state = self.state
 
+    def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        self.before_load(state_dict["state"].get(ENTRY))
+
     def _after_load(self, optimizer: Optimizer) -> None:
         entry = self.take_over(optimizer.param_groups, optimizer.state)
         self.share_with(optimizer)
         if self._horovod_wrapped:
             horovod.silence(self.given)
+        if entry is not None and entry["state_is_initial"]:
+            self.regard_state_as_initial()
         self.on_load(entry)
 
     def take_over(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> dict[str, Any] | None:
@@ -181,6 +189,15 @@ class BaseOptimizer:
                     if entry:
                         self.state[parameter] = entry
                         self._materialised[parameter] = _owned(entry)
+
+    @property
+    def state_is_initial(self) -> bool:
+        """Whether state was created for a broadcast, and no step has been made since."""
+        return bool(self._materialised)
+
+    def regard_state_as_initial(self) -> None:
+        """The present state is what was created for a broadcast, stored and loaded."""
+        self._materialised = {p: _owned(entry) for p, entry in self.state.items()}
 
     def discard_materialised_state(self) -> None:
         """Drop created state that nothing has overwritten: first steps tell none from zero."""

@@ -404,6 +404,8 @@ class Coordinator:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
         self._reducer.mode = HookMode.SILENT
+
+    def linger(self) -> None:
+        """Give what is in flight a moment, for a script that takes the engine down when it ends."""
         if self._schedule.in_flight and self._failed is None:
-            # A script that ends at once takes the engine down under ranks that are a little behind.
             self._reducer.linger(_LINGERING_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import weakref
@@ -151,9 +152,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine = Coordinator(training)
         self._base.attach(_other_holders(optimizer))
         self._base.share_with(self)
+        self._base.before_load = partial(_check_load, self._engine)
         self._base.on_load = partial(_follow_load, self._engine)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
         self._release = weakref.finalize(self, _release, self._engine, self._base)
+        self._release.atexit = False
+        atexit.register(_linger_at_exit, weakref.ref(self._engine))
         self._closed = False
 
     # -- training loop ---------------------------------------------------------------------------
@@ -278,7 +282,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         The model keeps its local weights: call :meth:`flush` first to make them equal on all ranks.
         """
+        if self._closed:
+            return
         self._closed = True
+        self._engine.linger()
         self._release()
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._base.materialise_state(self._family.initial_state)
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
-        packed["state"][ENTRY] = entry
+        packed["state"][ENTRY] = {**entry, "state_is_initial": self._base.state_is_initial}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -317,12 +324,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = dict(state_dict["state"])
         # The dictionary may be this optimizer's own, whose tensors are about to be written.
         entry = copy.deepcopy(state.pop(ENTRY, None))
-        self._engine.refuse_load()
-        if entry is not None:
-            checkpoint.check(entry, self._parameters)
+        _check_load(self._engine, entry)
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
+        if entry is not None and entry["state_is_initial"]:
+            self._base.regard_state_as_initial()
         _restore(self._engine, entry)
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
@@ -364,13 +371,25 @@ def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
     base.release()
 
 
+def _linger_at_exit(engine: weakref.ref[Coordinator | SingleProcess]) -> None:
+    """Ranks that end a little later still need this one's part of what is in flight."""
+    alive = engine()
+    if alive is not None:
+        alive.linger()
+
+
+def _check_load(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
+    """Refuse a load through the user's or Horovod's optimizer before anything has changed."""
+    engine.refuse_load()
+    if entry is not None:
+        checkpoint.check(entry, engine.parameters)
+
+
 def _follow_load(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
     """Follow a load through the user's or Horovod's optimizer."""
     if entry is None:
         engine.optimizer_state_loaded()
         return
-    engine.refuse_load()
-    checkpoint.check(entry, engine.parameters)
     _restore(engine, copy.deepcopy(entry))
 
 

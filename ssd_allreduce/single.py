@@ -91,5 +91,8 @@ class SingleProcess:
         if entry["size"] != 1:
             checkpoint.warn_of_new_period(entry, rank=0, size=1)
 
+    def linger(self) -> None:
+        """Nothing is in flight."""
+
     def close(self) -> None:
         """No hooks to remove."""

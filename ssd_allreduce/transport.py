@@ -87,8 +87,13 @@ class Transport:
     def linger(self, pending: Sequence[Pending], seconds: float) -> None:
         """Give operations a moment to end, whether or not they do."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(map(self._is_done, pending)):
-            time.sleep(_LINGERING_SLEEP)
+        poll = self.communicator.poll
+        try:
+            while time.monotonic() < deadline and not all(poll(p.handle) for p in pending):
+                time.sleep(_LINGERING_SLEEP)
+        except CommunicationError:
+            # The engine has gone down, and nobody can be cut off any more.
+            return
 
     def _is_done(self, operation: Pending) -> bool:
         try:
