@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 # No -march=native and no contraction into fused multiply-adds: every rank must compute the same
 # bits, whatever processor it runs on.
-COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-fopenmp"]
 # torch's own headers are not clean under -Wextra.
 QUIETED = ["-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-unused-variable"]
 
@@ -54,6 +54,8 @@ def extension_options() -> dict[str, Any]:
         depends=headers(),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": COMPILE_FLAGS + QUIETED},
+        # at::parallel_for is a header: without OpenMP it uses one thread. torch's own libgomp serves.
+        extra_link_args=["-fopenmp"],
     )
     # Without ninja: one tool less that the machine must have, for a handful of files.
     return {

@@ -13,7 +13,7 @@
 #include "vector_cpu.h"
 
 #if AT_PARALLEL_OPENMP && !defined(_OPENMP)
-#warning "compile and link with -fopenmp: without it at::parallel_for uses one thread"
+#error "compile and link with -fopenmp: without it at::parallel_for uses one thread"
 #endif
 
 namespace ssd_allreduce {

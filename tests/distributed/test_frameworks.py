@@ -10,6 +10,7 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from problems import perceptron, regression_loss
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 from torch import nn
@@ -210,3 +211,16 @@ def test_names_are_taken_from_the_param_groups() -> None:
 def test_process_set_trains_apart() -> None:
     process_set = hvd.global_process_set
     assert trained_weights(process_set=process_set) == trained_weights()
+
+
+@pytest.mark.ranks("mpirun", 2, alone=True)
+def test_join_is_refused_by_name() -> None:
+    model, optimizer = make()
+    if hvd.rank() == 0:
+        train(model, optimizer, 4)
+        with pytest.raises(HorovodInternalError):
+            hvd.join()
+    else:
+        with pytest.raises(ssd.RankMismatchError, match=r"hvd\.join\(\).*flush\(\)"):
+            train(model, optimizer, 20)
+        hvd.shutdown()
