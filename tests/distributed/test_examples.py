@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import char_lm
@@ -108,6 +108,14 @@ def epochs_saved(folder: Path) -> int:
     saved = torch.load(folder / "checkpoints" / "checkpoint.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in saved["model"].values())
     return saved["epochs_done"]
+
+
+@pytest.fixture(autouse=True)
+def no_large_files_left(tmp_path: Path) -> Iterator[None]:
+    """pytest keeps the folders of its last runs, and ResNet-50's checkpoint has 650 MB."""
+    yield
+    for path in tmp_path.rglob("checkpoint.*"):
+        path.unlink()
 
 
 @pytest.mark.launcher("mpirun", 2)
