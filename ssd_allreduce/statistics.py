@@ -80,7 +80,7 @@ class StatsRecorder:
     def describe_progress(self) -> str:
         """For messages of what went wrong: how far this rank has come."""
         now = self.snapshot()
-        last = "none" if self._last_completed is None else f"number {self._last_completed}"
+        last = "none" if self._last_completed is None else str(self._last_completed)
         return (
             f"This rank has made {now.steps} steps and issued {now.sync_points} sync events; the last "
             f"completed one is {last}."

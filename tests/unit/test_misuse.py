@@ -452,7 +452,7 @@ def test_a_rank_that_stops_is_told_by_the_others_as_a_timeout() -> None:
     message = str(slow.error)
     assert "Rank 0 of 2 waited 0.5 seconds for the allreduce of 4 tensors (0.weight.accumulated, " in message
     assert "This rank has made 3 steps" in message
-    assert "the last completed one is number 0." in message
+    assert "the last completed one is 0." in message
     assert "flush()" in message
 
 
