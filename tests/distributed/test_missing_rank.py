@@ -32,10 +32,10 @@ def lose_rank(launched: str, where: str, how: str, folder: Path) -> tuple[Launch
 # Where ranks wait: how many steps they have made, their last completed sync event, and for what.
 EXPECTED: dict[str, tuple[int, str, list[str]]] = {
     "first_step": (0, "none", ["agreement"]),
-    "warmup": (1, "number 0", NAMES),
-    "sync_point": (5, "number 1", NAMES),
-    "completion": (6, "number 1", NAMES),
-    "flush": (8, "number 2", NAMES),
+    "warmup": (1, "0", NAMES),
+    "sync_point": (5, "1", NAMES),
+    "completion": (6, "1", NAMES),
+    "flush": (8, "2", NAMES),
 }
 
 

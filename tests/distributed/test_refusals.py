@@ -27,11 +27,7 @@ from ssd_allreduce import (
     WeightsChangedError,
 )
 
-pytestmark = [
-    pytest.mark.ranks("mpirun", 2, 3),
-    pytest.mark.ranks("horovodrun-gloo", 2),
-    pytest.mark.timeout(40),
-]
+pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.timeout(40)]
 
 Edit: TypeAlias = "Callable[[Training], object]"
 
@@ -40,6 +36,8 @@ AT_ONCE = {"delay_steps": 3, "overlap_steps": 0}
 SYNC_POINT = 2
 WARMUP = {"warmup_steps": 99}
 
+with_three_ranks = pytest.mark.ranks("mpirun", 2, 3)
+with_gloo = pytest.mark.ranks("horovodrun-gloo", 2)
 every_wrapping = pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "horovod"])
 
 
@@ -110,31 +108,31 @@ def is_last() -> bool:
 # -- at construction -----------------------------------------------------------------------------
 
 
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"delay_steps": 0}, ValueError, r"delay_steps=0 must be an integer of at least 1"),
+    ({"delay_steps": 2.5}, TypeError, r"delay_steps=2\.5 must be an integer of at least 1"),
+    ({"overlap_steps": -1}, ValueError, r"overlap_steps=-1 must be an integer of at least 0"),
+    ({"delay_steps": 4, "overlap_steps": 4}, ValueError, r"overlap_steps=4 must be smaller than delay"),
+    ({"warmup_steps": -1}, ValueError, r"warmup_steps=-1 must be an integer of at least 0"),
+    ({"glu": "paper"}, ValueError, r"glu='paper' is not known. Allowed: 'momentum'"),
+    ({"glu": "gradient", "alpha": -1.0}, ValueError, r"alpha=-1\.0 must be at least 0"),
+    ({"glu": "gradient", "beta": float("nan")}, ValueError, r"beta=nan must be a finite number"),
+    ({"glu": "momentum", "beta": 0.5}, ValueError, r"beta given with glu='momentum'"),
+    ({"issue": "later"}, ValueError, r"issue='later' is not known. Allowed: 'backward', 'step'"),
+]
+
+
+@with_gloo
+@with_three_ranks
 @every_wrapping
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"delay_steps": 0}, ValueError, r"delay_steps=0 must be an integer of at least 1"),
-        ({"delay_steps": 2.5}, TypeError, r"delay_steps=2\.5 must be an integer of at least 1"),
-        ({"overlap_steps": -1}, ValueError, r"overlap_steps=-1 must be an integer of at least 0"),
-        ({"delay_steps": 4, "overlap_steps": 4}, ValueError, r"overlap_steps=4 must be smaller than delay"),
-        ({"warmup_steps": -1}, ValueError, r"warmup_steps=-1 must be an integer of at least 0"),
-        ({"glu": "paper"}, ValueError, r"glu='paper' is not known. Allowed: 'momentum'"),
-        ({"glu": "gradient", "alpha": -1.0}, ValueError, r"alpha=-1\.0 must be at least 0"),
-        ({"glu": "gradient", "beta": float("nan")}, ValueError, r"beta=nan must be a finite number"),
-        ({"glu": "momentum", "beta": 0.5}, ValueError, r"beta given with glu='momentum'"),
-        ({"issue": "later"}, ValueError, r"issue='later' is not known. Allowed: 'backward', 'step'"),
-    ],
-)
-def test_a_bad_option_is_refused_on_every_rank_and_leaves_the_optimizer_as_it_was(
-    options: dict[str, Any], error: type[Exception], message: str, wrapped: bool
-) -> None:
+def test_bad_options_are_refused_on_every_rank_and_leave_the_optimizer_as_it_was(wrapped: bool) -> None:
     training = Training(wrapped)
     training.optimizer.close()
-    names = {} if wrapped else {"named_parameters": training.model.named_parameters()}
-    with pytest.raises(error, match=message):
-        wrap(training.given, **options, **names)
-    training.optimizer = wrap(training.given, **{**DELAY, **names})
+    names = {} if wrapped else {"named_parameters": list(training.model.named_parameters())}
+    for options, error, message in BAD_OPTIONS:
+        with pytest.raises(error, match=message):
+            wrap(training.given, **options, **names)
+    training.optimizer = wrap(training.given, **DELAY, **names)
     training.assert_trains_on()
 
 
@@ -241,6 +239,7 @@ def assert_all_hear(training: Training, *expected: str) -> None:
     assert on_every_rank(message) == [message] * hvd.size()
 
 
+@with_three_ranks
 @every_wrapping
 @pytest.mark.parametrize(
     ("option", "here", "there"),
@@ -263,6 +262,7 @@ def test_a_setting_that_differs_is_told_to_every_rank(
     assert_all_hear(training, f"{option} is {here!r} on rank 0 and {there!r} on rank {last}")
 
 
+@with_three_ranks
 @pytest.mark.parametrize(
     ("option", "here", "there", "told"),
     [
@@ -283,6 +283,7 @@ def test_an_option_of_horovods_that_differs_is_told_to_every_rank(
     assert_all_hear(training, told)
 
 
+@with_three_ranks
 def test_groups_of_tensors_that_differ_are_told_to_every_rank() -> None:
     model = perceptron(torch.float32)
     parameters = list(model.parameters())
@@ -315,6 +316,7 @@ def reweighted(model: nn.Module) -> None:
         model[2].bias[1].add_(1e-6)
 
 
+@with_three_ranks
 @every_wrapping
 @pytest.mark.parametrize(
     ("change", "expected"),
@@ -337,6 +339,7 @@ def test_tensors_that_differ_are_told_to_every_rank(
     assert_all_hear(Training(wrapped, model=model, **DELAY), *expected, f"on rank {hvd.size() - 1}")
 
 
+@with_three_ranks
 def test_names_that_differ_are_told_to_every_rank() -> None:
     model = perceptron(torch.float32)
     prefix = "net." if is_last() else ""
@@ -344,6 +347,7 @@ def test_names_that_differ_are_told_to_every_rank() -> None:
     assert_all_hear(Training(model=model, named_parameters=names, **DELAY), "'0.", "'net.0.")
 
 
+@with_three_ranks
 @every_wrapping
 def test_groups_of_parameters_that_differ_are_told_to_every_rank(wrapped: bool) -> None:
     def base(parameters: Any) -> torch.optim.Optimizer:
@@ -355,6 +359,7 @@ def test_groups_of_parameters_that_differ_are_told_to_every_rank(wrapped: bool) 
     assert_all_hear(Training(wrapped, base=base, **DELAY), expected)
 
 
+@with_three_ranks
 @every_wrapping
 def test_optimizer_classes_that_differ_are_told_to_every_rank(wrapped: bool) -> None:
     base = torch.optim.AdamW if is_last() else torch.optim.Adam
@@ -362,6 +367,7 @@ def test_optimizer_classes_that_differ_are_told_to_every_rank(wrapped: bool) -> 
     assert_all_hear(training, "torch.optim.adam.Adam on rank 0 and torch.optim.adamw.AdamW on rank")
 
 
+@with_three_ranks
 @every_wrapping
 def test_optimizer_state_that_differs_is_told_to_every_rank(wrapped: bool) -> None:
     training = Training(wrapped, **DELAY)
@@ -369,6 +375,7 @@ def test_optimizer_state_that_differs_is_told_to_every_rank(wrapped: bool) -> No
     assert_all_hear(training, "the momentum_buffer of '0.weight' is ")
 
 
+@with_three_ranks
 def test_after_the_ranks_have_been_made_alike_training_begins() -> None:
     training = Training(**DELAY)
     if is_last():
@@ -378,6 +385,7 @@ def test_after_the_ranks_have_been_made_alike_training_begins() -> None:
     training.assert_trains_on()
 
 
+@with_three_ranks
 def test_progress_that_differs_is_told_to_every_rank() -> None:
     training = Training(**WARMUP)
     start = training.optimizer.state_dict()
@@ -447,6 +455,8 @@ def test_a_gradient_changed_on_all_ranks_is_an_error_on_all(
     assert_changed_gradient(error_of(lambda: training.step(steps, EDITS[edit])))
 
 
+@with_gloo
+@with_three_ranks
 @pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize(("edit", "settings", "steps"), EVERYWHERE)
 def test_a_gradient_changed_on_one_rank_is_an_error_on_all_and_training_can_be_mended(
@@ -510,6 +520,8 @@ def test_weights_changed_on_all_ranks_are_refused_until_they_are_adopted(
     training.assert_trains_on()
 
 
+@with_gloo
+@with_three_ranks
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [(WARMUP, 1), (DELAY, SYNC_POINT), (AT_ONCE, SYNC_POINT)],
@@ -532,6 +544,8 @@ def test_weights_changed_on_one_rank_are_told_to_all_at_the_next_sync_event(
     training.assert_trains_on()
 
 
+@with_gloo
+@with_three_ranks
 def test_weights_changed_on_one_rank_are_told_to_all_in_flush() -> None:
     training = Training(**DELAY)
     training.run(4)
@@ -544,6 +558,8 @@ def test_weights_changed_on_one_rank_are_told_to_all_in_flush() -> None:
     training.assert_trains_on()
 
 
+@with_gloo
+@with_three_ranks
 def test_weights_that_differ_between_ranks_cannot_be_adopted() -> None:
     training = Training(**DELAY)
     training.run(4)
@@ -694,6 +710,7 @@ def test_a_sparse_gradient_is_refused_by_name(wrapped: bool) -> None:
     assert training.optimizer.stats().steps == 0
 
 
+@with_three_ranks
 @every_wrapping
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize(
@@ -717,6 +734,7 @@ def test_a_parameter_unfrozen_later_is_an_error_on_all_ranks(
         assert type(error) is PeerFailedError
 
 
+@with_three_ranks
 @every_wrapping
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
 def test_a_scaler_first_seen_after_hooks_have_sent_is_an_error_on_all_ranks(
@@ -739,6 +757,7 @@ def test_a_scaler_first_seen_after_hooks_have_sent_is_an_error_on_all_ranks(
         assert "GradScaler" in str(error)
 
 
+@with_three_ranks
 @pytest.mark.parametrize("holder", ["given", "user"])
 def test_state_loaded_on_one_rank_alone_is_an_error_on_all_ranks(holder: str) -> None:
     training = Training(wrapped=True, **AT_ONCE)
