@@ -51,6 +51,11 @@ class RankSession:
         path.mkdir(exist_ok=True)
         return path
 
+    def pytest_collection_finish(self) -> None:
+        # Walking all of torch takes longer than most tests, and each of them ends with a collection.
+        gc.collect()
+        gc.freeze()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         index = self.cases[item.nodeid]

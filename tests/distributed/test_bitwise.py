@@ -167,14 +167,14 @@ WIRES = {
 }
 
 
-@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("overlap_steps", [0, 1, 3])
-def test_global_weights_and_state_are_equal_on_all_ranks(
-    rule: str, overlap_steps: int, wire: Variant
-) -> None:
+STATES = [(rule, overlap_steps, "as_it_is") for rule in RULES for overlap_steps in (0, 1, 3)]
+STATES += [("momentum", 1, "fp16"), ("momentum", 1, "groups")]
+
+
+@pytest.mark.parametrize(("rule", "overlap_steps", "wire"), STATES)
+def test_global_weights_and_state_are_equal_on_all_ranks(rule: str, overlap_steps: int, wire: str) -> None:
     settings = {"delay_steps": 4, "overlap_steps": overlap_steps, "warmup_steps": 2, **RULES[rule]}
-    trained = Trained(wire, with_settings(**settings))
+    trained = Trained(WIRES[wire], with_settings(**settings))
     history = []
     for step in range(16):
         trained.make_step(step)

@@ -455,13 +455,8 @@ def test_a_gradient_changed_on_all_ranks_is_an_error_on_all(
     assert_changed_gradient(error_of(lambda: training.step(steps, EDITS[edit])))
 
 
-@with_gloo
-@with_three_ranks
-@pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize(("edit", "settings", "steps"), EVERYWHERE)
-def test_a_gradient_changed_on_one_rank_is_an_error_on_all_and_training_can_be_mended(
-    edit: str, settings: dict[str, Any], steps: int, culprit: int
-) -> None:
+def change_on_one_rank(edit: str, settings: dict[str, Any], steps: int, culprit: int) -> None:
+    """That rank hears which gradient it was, the others which rank; and then training is mended."""
     culprit %= hvd.size()
     training = Training(wrapped=True, **settings)
     training.run(steps)
@@ -478,6 +473,27 @@ def test_a_gradient_changed_on_one_rank_is_an_error_on_all_and_training_can_be_m
     training.make_weights_equal()
     training.optimizer.adopt_weights()
     training.assert_trains_on()
+
+
+@pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize(("edit", "settings", "steps"), EVERYWHERE)
+def test_a_gradient_changed_on_one_rank_is_an_error_on_all_and_training_can_be_mended(
+    edit: str, settings: dict[str, Any], steps: int, culprit: int
+) -> None:
+    change_on_one_rank(edit, settings, steps, culprit)
+
+
+@pytest.mark.ranks("mpirun", 3)
+@with_gloo
+@pytest.mark.parametrize(
+    ("edit", "settings", "steps"),
+    [("clipping", DELAY, SYNC_POINT), ("data", AT_ONCE, SYNC_POINT), ("replacing", WARMUP, 1)],
+    ids=["clipping-d1", "data-d0", "replacing-warmup"],
+)
+def test_with_more_ranks_or_another_engine_it_is_the_same(
+    edit: str, settings: dict[str, Any], steps: int
+) -> None:
+    change_on_one_rank(edit, settings, steps, culprit=-1)
 
 
 @every_wrapping
@@ -498,13 +514,12 @@ def halve_weights(training: Training) -> None:
             parameter.mul_(0.5)
 
 
-@every_wrapping
 @pytest.mark.parametrize("settings", [WARMUP, DELAY, AT_ONCE], ids=["warmup", "d1", "d0"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_weights_changed_on_all_ranks_are_refused_until_they_are_adopted(
-    settings: dict[str, Any], steps: int, wrapped: bool
+    settings: dict[str, Any], steps: int
 ) -> None:
-    training = Training(wrapped, **settings)
+    training = Training(wrapped=True, **settings)
     training.run(steps)
     training.make_weights_equal()
     halve_weights(training)
@@ -583,13 +598,12 @@ WRONG_MOMENT: dict[str, Callable[[ssd.DistributedOptimizer], object]] = {
 }
 
 
-@every_wrapping
 @pytest.mark.parametrize("call", WRONG_MOMENT)
 @pytest.mark.parametrize(("settings", "steps"), [(DELAY, SYNC_POINT), (WARMUP, 1)], ids=["d1", "warmup"])
 def test_between_backward_and_step_of_a_sync_point_is_the_wrong_moment(
-    call: str, settings: dict[str, Any], steps: int, wrapped: bool
+    call: str, settings: dict[str, Any], steps: int
 ) -> None:
-    training = Training(wrapped, **settings)
+    training = Training(wrapped=True, **settings)
     training.run(steps)
     training.optimizer.zero_grad()
     training.backward(steps)
@@ -599,13 +613,12 @@ def test_between_backward_and_step_of_a_sync_point_is_the_wrong_moment(
     training.assert_trains_on()
 
 
-@every_wrapping
 @pytest.mark.parametrize("settings", [DELAY, WARMUP], ids=["d1", "warmup"])
 @pytest.mark.parametrize("steps", range(4))
 def test_more_backward_passes_than_announced_are_refused_in_any_step(
-    steps: int, settings: dict[str, Any], wrapped: bool
+    steps: int, settings: dict[str, Any]
 ) -> None:
-    training = Training(wrapped, **settings)
+    training = Training(wrapped=True, **settings)
     training.run(steps)
     training.optimizer.zero_grad()
     training.backward(steps)

@@ -14,7 +14,7 @@ from checkpoints import DELAY_STEPS, RULES, STEPS, WARMUP_STEPS, Run, settings_o
 from problems import perceptron, regression_loss
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.ranks("horovodrun-gloo", 2)]
+pytestmark = pytest.mark.ranks("mpirun", 2)
 
 OTHER_SEED = 7
 FLUSHED_AT = 9

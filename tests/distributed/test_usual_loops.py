@@ -19,11 +19,7 @@ from training import SETTINGS, SGD, STEPS, Training, no_gradient_left, simulate
 
 import ssd_allreduce as ssd
 
-pytestmark = [
-    pytest.mark.ranks("mpirun", 2),
-    pytest.mark.ranks("horovodrun-gloo", 2),
-    pytest.mark.filterwarnings("error"),
-]
+pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.filterwarnings("error")]
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 MakeScheduler = Callable[[torch.optim.Optimizer], Scheduler]
@@ -421,8 +417,7 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.parametrize("unscale_and_clip", [False, True])
-@pytest.mark.parametrize("overlap_steps", [0, 2])
+@pytest.mark.parametrize(("overlap_steps", "unscale_and_clip"), [(0, True), (2, False)])
 @pytest.mark.parametrize("overflows", OVERFLOWS.values(), ids=OVERFLOWS)
 def test_grad_scaler(overflows: dict[int, list[int]], overlap_steps: int, unscale_and_clip: bool) -> None:
     """A step that overflowed on a rank counts for the others alone; the scales of ranks may differ."""
