@@ -38,6 +38,7 @@ def test_what_is_left_out_gets_its_default() -> None:
         local_lr_scale=1.0,
         issue="backward",
         timeout=600.0,
+        max_grad_norm=None,
     )
 
 
