@@ -66,6 +66,5 @@ def launch(request: pytest.FixtureRequest) -> Launch | None:
 @pytest.fixture
 def shared_path(request: pytest.FixtureRequest) -> Path:
     """A folder of the test's own that all its ranks see."""
-    session = request.config.pluginmanager.get_plugin(RANK_SESSION)
-    # The pytest that only launches the ranks has no use for it.
-    return Path() if session is None else session.shared_path(request.node)
+    path: Path = request.config.pluginmanager.get_plugin(RANK_SESSION).shared_path(request.node)
+    return path

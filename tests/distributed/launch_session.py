@@ -204,6 +204,8 @@ class LaunchSession:
         for item in session.items:
             key = self.key(item)
             if key is not None:
+                # Fixtures belong to the test's body, which runs on the ranks.
+                getattr(item, "fixturenames", []).clear()
                 limit = time_limit(item, self.default_limit)
                 item.add_marker(pytest.mark.timeout(2 * START_SECONDS + limit), append=False)
                 self.planned.setdefault(key, []).append(item.nodeid)

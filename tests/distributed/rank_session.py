@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -40,6 +41,8 @@ class RankSession:
         self.folder = folder
         # Standard error is captured, and what has been captured is lost when a rank is ended.
         self.stack_file = (folder / STACK_FILES.replace("*", str(hvd.rank()))).open("w")
+        # When another rank ends first, the launcher ends this one with this signal.
+        faulthandler.register(signal.SIGTERM, file=self.stack_file, chain=True)
         self.rank = hvd.rank()
         self.size = hvd.size()
         self.cases: dict[str, int] = json.loads((folder / CASES_FILE).read_text())
@@ -75,6 +78,9 @@ class RankSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.reports.append(report)
+        if report.failed:
+            # For the case that what comes after it, as a fixture's end, hangs.
+            print(report.longreprtext, file=self.stack_file, flush=True)
 
     def outcome(self) -> str:
         outcomes = [report.outcome for report in self.reports]

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 import ssd_allreduce as ssd
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.ranks("horovodrun-gloo", 2)]
+pytestmark = [
+    pytest.mark.ranks("mpirun", 2),
+    pytest.mark.ranks("horovodrun-gloo", 2),
+    pytest.mark.ranks("horovodrun-mpi", 2),
+]
 
 NAMES = [name for name, _ in perceptron().named_parameters()]
 CONTROL = ["control.sum", "control.max"]

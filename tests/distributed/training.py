@@ -81,9 +81,11 @@ class Training:
             self.make_step()
         return self
 
-    def assert_follows(self, simulation: Simulation, tolerance: float = 1e-9) -> None:
+    def assert_follows(
+        self, simulation: Simulation, tolerance: float = 1e-9, rank_in_simulation: int | None = None
+    ) -> None:
         """Local and global weights after every step are the simulated ones."""
-        rank = simulation.ranks[hvd.rank()]
+        rank = simulation.ranks[hvd.rank() if rank_in_simulation is None else rank_in_simulation]
         assert self.steps == len(rank.local_history) > 0
         for step in range(self.steps):
             for what, mine, expected in (
