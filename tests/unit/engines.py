@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -140,7 +141,7 @@ class ThreadRank:
 
     @property
     def key(self) -> str:
-        return f"threads-{id(self._world)}-{self._rank}"
+        return f"threads-{self._world.number}-{self._rank}"
 
     def allreduce_async(
         self,
@@ -180,8 +181,11 @@ class ThreadRank:
 class World:
     """Where the threads meet."""
 
+    _numbers = itertools.count()
+
     def __init__(self, size: int) -> None:
         self.size = size
+        self.number = next(self._numbers)
         self._changed = threading.Condition()
         self._operations: dict[Any, _Operation] = {}
         self._aborted: str | None = None

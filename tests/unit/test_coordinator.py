@@ -62,7 +62,7 @@ def cases(draw: Any) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), issue=st.sampled_from(["backward", "step"]))
 def test_any_training_gives_what_the_algorithm_says(case: Case, issue: str) -> None:
     """Any rule, period, overlap, warm-up and optimizer; ranks that end early, and steps that overflow."""
