@@ -84,6 +84,9 @@ def test_integers_of_other_libraries_are_integers(value: Any) -> None:
         ({"timeout": -1.0}, ValueError, r"timeout=-1\.0 must be a number of seconds greater than 0"),
         ({"timeout": float("inf")}, ValueError, r"timeout=inf must be a finite number"),
         ({"timeout": None}, TypeError, r"timeout=None must be a finite number"),
+        ({"max_grad_norm": 0}, ValueError, r"max_grad_norm=0 must be greater than 0, or None"),
+        ({"max_grad_norm": float("nan")}, ValueError, r"max_grad_norm=nan must be a finite number"),
+        ({"max_grad_norm": True}, TypeError, r"max_grad_norm=True must be a finite number"),
         ({"glu": "gradient", "alpha": -0.1}, ValueError, r"alpha=-0\.1 must be at least 0"),
         ({"glu": "gradient", "alpha": "1"}, TypeError, r"alpha='1' must be a finite number"),
         ({"glu": "gradient", "alpha": float("nan")}, ValueError, r"alpha=nan must be a finite number"),
@@ -130,6 +133,12 @@ def test_a_bad_number_of_backward_passes_is_refused(value: Any, error: type[Exce
         check_backward_passes(value)
 
 
+def test_clipping_makes_gradients_final_at_step() -> None:
+    assert check(max_grad_norm=2, issue="backward").issue == "step"
+    assert check(max_grad_norm=2).max_grad_norm == 2.0
+    assert check().max_grad_norm is None
+
+
 def test_every_option_that_changes_the_result_is_described_to_the_other_ranks() -> None:
     """Options that only concern the own rank may differ between ranks."""
     changed: dict[str, Any] = {
@@ -140,6 +149,7 @@ def test_every_option_that_changes_the_result_is_described_to_the_other_ranks() 
         "alpha": 0.25,
         "beta": 0.75,
         "local_lr_scale": 2.0,
+        "max_grad_norm": 1.5,
     }
     settings = {"glu": "gradient"}
     before = check(**settings).describe()
