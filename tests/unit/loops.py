@@ -46,14 +46,14 @@ def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def wrap(
-    model: torch.nn.Module,
+    net: torch.nn.Module,
     engine: Communicator,
     base: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> ssd.DistributedOptimizer:
     """Our optimizer around a bare SGD with momentum."""
-    defaults = {"named_parameters": model.named_parameters(), "timeout": 10.0}
-    optimizer = sgd(model) if base is None else base
+    defaults = {"named_parameters": net.named_parameters(), "timeout": 10.0}
+    optimizer = sgd(net) if base is None else base
     return ssd.DistributedOptimizer(optimizer, communicator=engine, **{**defaults, **options})
 
 
