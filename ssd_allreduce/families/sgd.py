@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ssd_allreduce import layout, ops
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.compensation import GlobalState, LocalRule, PlainRule
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation
@@ -97,11 +98,11 @@ class MomentumRule(LocalRule):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         if options(group, "momentum") == 0.0:
-            self._plain.update(group, indices, options, gradients, accumulators, accumulation)
+            self._plain.update(group, indices, options, gradients, sums, accumulation)
             return
         started = [i for i in indices if self._momenta[i] is not None]
         fresh = [i for i in indices if self._momenta[i] is None]
@@ -114,7 +115,7 @@ class MomentumRule(LocalRule):
                 [self.parameters.tensors[i] for i in chosen],
                 [gradients[i] for i in chosen],
                 [self._momenta[i] for i in chosen],  # type: ignore[misc]
-                [accumulators[i] for i in chosen] if accumulation != Accumulation.NONE else [],
+                [sums.gradients[i] for i in chosen] if accumulation != Accumulation.NONE else [],
                 lr=options(group, "lr"),
                 momentum=options(group, "momentum"),
                 dampening=dampening,
