@@ -28,6 +28,18 @@ def make_transport(communicator: Communicator, settings: Settings, stats: StatsR
     return Transport(communicator, f"ssd.{_instances[communicator.key]}", settings.timeout, stats)
 
 
+def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:
+    """Make the parts anew for other parameters, when nothing is in flight and all ranks are equal."""
+    new = assemble(old.transport, family, old.settings, request, buffers, old.stats)
+    new.schedule.load_progress(old.schedule.state_dict())
+    if new.rule.corrections is not None and old.rule.corrections is not None:
+        for correction, parameter in zip(new.rule.corrections, new.parameters.tensors, strict=True):
+            index = old.parameters.index_of.get(parameter)
+            if index is not None:
+                correction.copy_(old.rule.corrections[index])
+    return new
+
+
 def assemble(
     transport: Transport,
     family: Family,

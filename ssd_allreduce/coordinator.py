@@ -16,7 +16,7 @@ from torch import Tensor
 from ssd_allreduce import agreement
 from ssd_allreduce import description as describe
 from ssd_allreduce.communicators.protocol import ReduceOp
-from ssd_allreduce.control import Failure
+from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.delay_stage import DelayStage
 from ssd_allreduce.errors import GradientChangedError, SSDError, UsageError, WeightsChangedError
 from ssd_allreduce.reducer import HookMode
@@ -189,9 +189,9 @@ class Coordinator:
             return problem, Failure.GRADIENT_SCALER
         if scaler:
             self.issue_at_step()
-        unfrozen = self.parameters.find_unfrozen()
-        if unfrozen is not None:
-            return unfrozen, Failure.OTHER
+        newcomer = self.parameters.find_newcomer()
+        if newcomer is not None:
+            return newcomer, Failure.OTHER
         changed = self._reducer.changed_gradients()
         if changed:
             problem = GradientChangedError(
@@ -216,6 +216,11 @@ class Coordinator:
             self._reducer.mode = HookMode.REDUCE_GRADIENT
         else:
             self._reducer.mode = HookMode.REDUCE_ACCUMULATOR
+
+    @property
+    def issues_at_step(self) -> bool:
+        """Whether gradients are final only at ``step()``."""
+        return self._issue_at_step
 
     def issue_at_step(self) -> None:
         """From now on gradients are final only at ``step()``."""
@@ -244,8 +249,12 @@ class Coordinator:
 
     # -- flush and adopt -------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Take part in sync events until all ranks flush; then ``w == W`` everywhere. Collective."""
+    def flush(self) -> bool:
+        """Take part in sync events until all ranks flush; then ``w == W`` everywhere. Collective.
+
+        Returns:
+            Whether on any rank other parameters are trainable now, so that ranks must agree anew.
+        """
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
         self.agree()
@@ -257,17 +266,19 @@ class Coordinator:
         with self._ending_training_on_errors():
             if self._schedule.in_flight:
                 self.delay.complete()
-            while not self._flush_event_of_all():
-                pass
+            self.training.control.regrouping = self.parameters.have_changed()
+            result = self._flush_event()
+            while result.flushing < self.training.size:
+                result = self._flush_event()
             self.training.buffers.average_now()
         self._prepare_next_step()
+        return result.regrouping > 0
 
-    def _flush_event_of_all(self) -> bool:
-        """Take part in one sync event without a step; whether all ranks flushed in it."""
+    def _flush_event(self) -> ControlResult:
+        """Take part in one sync event without a step."""
         stage = self._schedule.stage
         self.training.stats.stage = stage
-        flush_event = self.warmup.flush_event if stage is Stage.WARMUP else self.delay.flush_event
-        return flush_event().flushing == self.training.size
+        return (self.warmup if stage is Stage.WARMUP else self.delay).flush_event()
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
         if self._reducer.handed_over or self.warmup.synchronized is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce import checkpoint
-from ssd_allreduce.assembly import assemble, make_transport
+from ssd_allreduce.assembly import assemble, make_transport, reassemble
 from ssd_allreduce.base_optimizer import ENTRY, BaseOptimizer, optimizers_sharing_groups
 from ssd_allreduce.buffers import BufferAverager, check_average_buffers
 from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.families import choose_family
-from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.parameters import Parameters, name_new_group
 from ssd_allreduce.request import choose_communicator, read_request, refuse_other_engines
 from ssd_allreduce.settings import check_settings
 from ssd_allreduce.single import SingleProcess
@@ -132,8 +133,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sparse_as_dense=sparse_as_dense,
         )
         engine = choose_communicator(request, communicator)
-        parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
+        parameters = Parameters(optimizer.param_groups, request.names)
         refuse_other_engines(parameters)
+        self._settings, self._request = settings, request
         self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
         self._family.check(settings)
@@ -147,18 +149,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine = SingleProcess(parameters, self._base, settings, self._stats)
         else:
             transport = make_transport(engine, settings, self._stats)
-            buffers = BufferAverager(transport, model, when)
-            training = assemble(transport, self._family, settings, request, buffers, self._stats)
+            self._make_buffers = partial(BufferAverager, transport, model, when)
+            training = assemble(transport, self._family, settings, request, self._make_buffers(), self._stats)
             self._engine = Coordinator(training)
         self._base.attach(_other_holders(optimizer))
         self._base.share_with(self)
+        self._connect_engine()
+        self._closed = False
+
+    def _connect_engine(self) -> None:
         self._base.before_load = partial(_check_load, self._engine)
         self._base.on_load = partial(_follow_load, self._engine)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
         self._release = weakref.finalize(self, _release, self._engine, self._base)
         self._release.atexit = False
         atexit.register(_linger_at_exit, weakref.ref(self._engine))
-        self._closed = False
 
     # -- training loop ---------------------------------------------------------------------------
 
@@ -251,10 +256,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Ranks may have made different numbers of steps: those with fewer take part in the others' sync
         points without contributing, until all ranks flush. Call it on all ranks at the end of an
         epoch, before saving, and at the end of training.
+
+        Parameters that were unfrozen or frozen since, and groups that were added, on all ranks alike,
+        take part from here on.
         """
         self._refuse_if_closed("flush()")
         with torch.no_grad():
-            self._engine.flush()
+            if self._engine.flush():
+                self._regroup()
+
+    def _regroup(self) -> None:
+        """Make the parts anew for the parameters that are trainable now."""
+        parameters = Parameters(self.param_groups, self._request.names)
+        refuse_other_engines(parameters)
+        self._family = choose_family(self._base, parameters)
+        old = self._engine
+        if isinstance(old, SingleProcess):
+            old.parameters = parameters
+            return
+        old.close()
+        training = reassemble(old.training, self._family, self._request, self._make_buffers())
+        self._engine = Coordinator(training)
+        if old.issues_at_step:
+            self._engine.issue_at_step()
+        self._release.detach()
+        self._connect_engine()
 
     def adopt_weights(self) -> None:
         """Collective. Make the model's present weights the global ones, and begin a new period.
@@ -308,6 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             if isinstance(self._engine, SingleProcess):
+                if self._engine.flush():
+                    self._regroup()
                 entry = self._engine.export_checkpoint()
             else:
                 self._refuse_between_backward_and_step("state_dict()")
@@ -363,13 +391,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._base.given
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: ranks agree on the tensors once."""
-        if not self._constructing:
-            raise UsageError(
-                "add_param_group() after wrapping is not supported: ranks agreed on the tensors that "
-                "they exchange. flush(), close(), add the group to the base optimizer, and wrap anew."
-            )
-        super().add_param_group(param_group)
+        """Add a group, as torch does. Rank-local; call it on all ranks alike, and then :meth:`flush`.
+
+        Args:
+            param_group: ``params`` and options. Ranks match tensors by name: give (name, parameter)
+                pairs for parameters that were not in ``named_parameters=`` (or Horovod's).
+
+        Raises:
+            ValueError: a name is missing or used twice.
+            TypeError: a parameter cannot be trained.
+        """
+        if self._constructing:
+            super().add_param_group(param_group)
+            return
+        self._refuse_if_closed("add_param_group()")
+        with_names = "param_names" in self.param_groups[0]
+        group, names = name_new_group(param_group, self._request.names, with_names)
+        super().add_param_group(group)
+        self._request = dataclasses.replace(self._request, names=names)
 
     def _refuse_if_closed(self, call: str) -> None:
         if self._closed:

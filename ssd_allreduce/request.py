@@ -32,10 +32,12 @@ class Request:
     horovod_wrapped: bool
 
     def group_indices(self, parameters: Parameters) -> list[tuple[int, ...]] | None:
-        """The groups as positions in the list of parameters."""
+        """The groups as positions in the list of parameters; what is frozen is in none."""
         if self.groups is None:
             return None
-        return [tuple(parameters.index_of[p] for p in group) for group in self.groups if group]
+        index_of = parameters.index_of
+        indices = [tuple(index_of[p] for p in group if p in index_of) for group in self.groups]
+        return [group for group in indices if group]
 
 
 def read_request(optimizer: torch.optim.Optimizer, **given: Any) -> Request:

@@ -59,8 +59,9 @@ class SingleProcess:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def flush(self) -> None:
-        """Local weights are the global ones."""
+    def flush(self) -> bool:
+        """Local weights are the global ones. Returns whether other parameters are trainable now."""
+        return self.parameters.have_changed()
 
     def adopt_weights(self) -> None:
         """Local weights are the global ones."""

@@ -729,7 +729,7 @@ def test_a_sparse_gradient_is_refused_by_name(wrapped: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "steps"), [({"delay_steps": 1}, 1), (AT_ONCE, SYNC_POINT)], ids=["k1", "d0"]
 )
-def test_a_parameter_unfrozen_later_is_an_error_on_all_ranks(
+def test_a_parameter_unfrozen_without_a_flush_is_an_error_on_all_ranks(
     settings: dict[str, Any], steps: int, everywhere: bool, wrapped: bool
 ) -> None:
     model = perceptron(torch.float32)
