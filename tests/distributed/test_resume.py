@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -233,11 +235,41 @@ def test_checkpoint_serves_plain_training() -> None:
     model.load_state_dict(run.model.state_dict())
     plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.1)
 
-    content = run.optimizer.state_dict()
-    content["state"] = {key: value for key, value in content["state"].items() if isinstance(key, int)}
-    plain.load_state_dict(content)
+    plain.load_state_dict(run.optimizer.state_dict())
 
     assert plain.param_groups[0]["momentum"] == 0.9
     assert plain.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
     momenta = [plain.state[p]["momentum_buffer"] for p in model.parameters()]
     assert bits(model.parameters()) + bits(momenta) == run.global_snapshot()
+    regression_loss(model, hvd.rank(), STEPS).backward()
+    plain.step()
+    assert bits(model.parameters()) != run.global_snapshot()[: len(momenta)]
+
+
+def test_foreign_checkpoint_is_refused_with_what_differs() -> None:
+    run = Run(settings_of("momentum", overlap_steps=2))
+    run.train(FLUSHED_AT)
+    run.optimizer.flush()
+    before = run.global_snapshot()
+    for change, message in (
+        ({"names": ["0.weight", "0.bias", "2.weight", "head.bias"]}, r"differ in 2\.bias, head\.bias"),
+        ({"format": 99}, "format 99"),
+    ):
+        content = copy.deepcopy(run.optimizer.state_dict())
+        content["state"]["ssd_allreduce"].update(change)
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.load_state_dict(content)
+    assert run.global_snapshot() == before
+
+
+def test_rank_0_alone_saves_inside_global_weights(shared_path: Path) -> None:
+    """The usual pattern, in mid-period: nobody waits for anybody."""
+    run = Run(settings_of("momentum", overlap_steps=2))
+    run.train(FLUSHED_AT + 1)
+    with run.optimizer.global_weights():
+        if hvd.rank() == 0:
+            state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+            torch.save(state, shared_path / "checkpoint.pt")
+    hvd.barrier()
+    saved = torch.load(shared_path / "checkpoint.pt", weights_only=True)
+    assert bits(saved["model"].values()) == run.global_snapshot()[: len(saved["model"])]
