@@ -142,6 +142,7 @@ class VirtualCluster:
         self.state.write_text(json.dumps(description))
         try:
             self._make()
+            self._write_agent()
         except BaseException:
             self.down()
             raise
@@ -203,9 +204,8 @@ class VirtualCluster:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         options: Sequence[str] = (),
-        **popen: object,
     ) -> int:
-        """Run a command with one rank on each host.
+        """Run a command with one rank on each host, and end whatever runs on the hosts after it.
 
         Args:
             command: what each rank runs; for torchrun a script and its arguments.
@@ -213,7 +213,6 @@ class VirtualCluster:
             env: added to this process's environment.
             timeout: seconds after which everything is ended.
             options: further options of the launcher.
-            popen: passed on to ``subprocess.Popen``: ``stdout``, ``stderr``, ``cwd``.
 
         Returns:
             The exit status; that of the first that failed under torchrun.
@@ -222,42 +221,50 @@ class VirtualCluster:
             ClusterError: the launcher is unknown or not installed.
             TimeoutError: it took too long; nothing of it runs any more.
         """
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes = self.start(command, launcher, env, options)
+            return _wait_for_all(processes, timeout)
+        finally:
+            end_processes(host.namespace for host in self.hosts)
+            for process in processes:
+                process.wait()
+
+    def start(
+        self,
+        command: Sequence[str],
+        launcher: str = "mpirun",
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        output: int | None = None,
+    ) -> list[subprocess.Popen[bytes]]:
+        """As :meth:`run`, without waiting: several launches may share the hosts.
+
+        Args:
+            output: file descriptor that takes stdout and stderr.
+
+        Returns:
+            The launcher's processes: one for mpirun, one for each host for torchrun.
+        """
         if launcher not in LAUNCHERS:
             raise ClusterError(f"launcher {launcher!r} is not known. Allowed: {', '.join(LAUNCHERS)}.")
         if shutil.which(launcher) is None:
             raise ClusterError(
                 f"{launcher} is not on PATH. Activate the environment first: source scripts/env.sh"
             )
-        environment = {
-            **os.environ,
-            **(env or {}),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "NCCL_SOCKET_IFNAME": DEVICE,
-        }
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-            if launcher == "mpirun":
-                commands = [self._mpirun(command, options, Path(folder))]
-            else:
-                commands = self._torchrun(command, options)
-            processes: list[subprocess.Popen[bytes]] = []
-            try:
-                for each in commands:
-                    processes.append(subprocess.Popen(each, env=environment, **popen))  # type: ignore[call-overload]
-                return _wait_for_all(processes, timeout)
-            finally:
-                end_processes(host.namespace for host in self.hosts)
-                for process in processes:
-                    process.wait()
+        interface = {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
+        environment = {**os.environ, **interface, **(env or {})}
+        commands = self._torchrun(command, options)
+        if launcher == "mpirun":
+            commands = [self._mpirun(command, options)]
+        return [subprocess.Popen(each, env=environment, stdout=output, stderr=output) for each in commands]
 
-    def _mpirun(self, command: Sequence[str], options: Sequence[str], folder: Path) -> list[str]:
-        agent = folder / "agent"
-        agent.write_text(self._agent())
-        agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+    def _mpirun(self, command: Sequence[str], options: Sequence[str]) -> list[str]:
         network = f"{NETWORK}.0/24"
         places = ",".join(f"{host.address}:1" for host in self.hosts)
         parameters = {
             "--prtemca": {
-                "plm_ssh_agent": str(agent),
+                "plm_ssh_agent": str(_agent_of(self.state)),
                 "plm_ssh_no_tree_spawn": "1",
                 "prte_if_include": network,
             },
@@ -268,12 +275,14 @@ class VirtualCluster:
         size = ["-n", str(len(self.hosts)), "-H", places]
         return self.hosts[0].enter(["mpirun", *size, *root, *flags, *options, *command])
 
-    def _agent(self) -> str:
+    def _write_agent(self) -> None:
         """Stands in for ssh: enters the host's namespace instead of connecting to it."""
         lines = ["#!/bin/sh", 'address="$1"', "shift", 'case "$address" in']
         for host in self.hosts:
             lines.append(f'{host.address}) exec {shlex.join(host.enter(["sh", "-c"]))} "$*" ;;')
-        return "\n".join([*lines, "esac", "exit 1", ""])
+        agent = _agent_of(self.state)
+        agent.write_text("\n".join([*lines, "esac", "exit 1", ""]))
+        agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
 
     def _torchrun(self, command: Sequence[str], options: Sequence[str]) -> list[list[str]]:
         meeting = ["--master-addr", self.hosts[0].address, "--master-port", str(_TORCHRUN_PORT)]
@@ -286,6 +295,10 @@ class VirtualCluster:
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent since it came up, by its network device's own counter."""
         return [_transmitted(host.namespace) for host in self.hosts]
+
+
+def _agent_of(state: Path) -> Path:
+    return state.with_suffix(".agent")
 
 
 def _transmitted(namespace: str) -> int:
@@ -337,6 +350,7 @@ def remove(state: Path) -> None:
     for name in ours:
         if name in there:
             _run("ip", "netns", "delete", name)
+    _agent_of(state).unlink(missing_ok=True)
     state.unlink()
 
 
