@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ssd_allreduce.buffers import BufferAverager
+from ssd_allreduce.communicators.ordered import matched_by_name
 from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
 from ssd_allreduce.compensation import make_rule
 from ssd_allreduce.control_channel import ControlChannel
@@ -25,7 +26,9 @@ _instances: Counter[str] = Counter()
 
 def make_transport(communicator: Communicator, settings: Settings, stats: StatsRecorder) -> Transport:
     _instances[communicator.key] += 1
-    return Transport(communicator, f"ssd.{_instances[communicator.key]}", settings.timeout, stats)
+    prefix = f"ssd.{_instances[communicator.key]}"
+    engine = matched_by_name(communicator, settings.bucket_bytes, settings.timeout)
+    return Transport(engine, prefix, settings.timeout, stats)
 
 
 def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:

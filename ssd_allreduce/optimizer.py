@@ -24,8 +24,8 @@ from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.families import choose_family
 from ssd_allreduce.parameters import Parameters, name_new_group
-from ssd_allreduce.request import choose_communicator, read_request, refuse_other_engines
-from ssd_allreduce.settings import check_settings
+from ssd_allreduce.request import read_communicator, read_request, refuse_other_engines
+from ssd_allreduce.settings import DEFAULT_BUCKET_BYTES, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
 
@@ -62,8 +62,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: backward passes before each ``step()``, for a bare optimizer.
         compression: a Horovod compressor (``hvd.Compression.fp16``), for a bare optimizer.
         process_set: the ``hvd.ProcessSet`` that trains together, for a bare optimizer.
-        communicator: an object with the methods of ``ssd_allreduce.communicators.Communicator``; by
-            default Horovod where it has been initialised, else one rank.
+        communicator: the engine: ``"horovod"``, ``"mpi"``, ``"torch"``, or an object with the methods of
+            ``ssd_allreduce.communicators.Communicator``. ``"auto"``: Horovod where it is initialised, else
+            ``torch.distributed`` where that is, else what the launcher (``torchrun``, ``mpirun``) asks for,
+            else one rank.
+        bucket_bytes: up to which size tensors are put together into one allreduce, for engines other
+            than Horovod, which has ``HOROVOD_FUSION_THRESHOLD``. 0 for each tensor alone.
         max_grad_norm: clip by the 2-norm over all gradients: in warm-up the global mean, in the delay
             stage the local gradient in every step, and at completion the global mean, the same on all
             ranks. Gradients are final at ``step()`` then.
@@ -101,7 +105,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int | None = None,
         compression: Any = None,
         process_set: Any = None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_grad_norm: float | None = None,
         average_buffers: str = "never",
         model: torch.nn.Module | None = None,
@@ -120,6 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             issue=issue,
             timeout=timeout,
             max_grad_norm=max_grad_norm,
+            bucket_bytes=bucket_bytes,
         )
         when = check_average_buffers(average_buffers, model)
         _refuse_wrong_optimizer(type(self), optimizer)
@@ -132,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
         )
-        engine = choose_communicator(request, communicator)
+        engine = read_communicator(request, communicator)
         parameters = Parameters(optimizer.param_groups, request.names)
         refuse_other_engines(parameters)
         self._settings, self._request = settings, request

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 Glu = Literal["momentum", "gradient", "displacement", "none"]
 Issue = Literal["backward", "step"]
 
+DEFAULT_BUCKET_BYTES = 1 << 20
+
 _CORRECTED_RULES = ("gradient", "displacement")
 
 
@@ -26,6 +28,7 @@ class Settings:
     issue: Issue
     timeout: float
     max_grad_norm: float | None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def describe(self) -> list[tuple[str, str]]:
         """Name and value of every option on which ranks must agree."""
@@ -38,6 +41,7 @@ class Settings:
             "beta",
             "local_lr_scale",
             "max_grad_norm",
+            "bucket_bytes",
         )
         return [(name, repr(getattr(self, name))) for name in agreed]
 
@@ -54,6 +58,7 @@ def check_settings(
     issue: str,
     timeout: float,
     max_grad_norm: float | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Settings:
     """Validate user options together and fill in defaults.
 
@@ -94,6 +99,7 @@ def check_settings(
         issue="step" if max_grad_norm is not None else issue,  # type: ignore[arg-type]
         timeout=timeout,
         max_grad_norm=max_grad_norm,
+        bucket_bytes=_integer("bucket_bytes", bucket_bytes, minimum=0),
     )
 
 

@@ -24,6 +24,10 @@ class Launch:
         return f"{self.launcher}-{self.ranks}{values}"
 
 
+WITHOUT_HOROVOD = [pytest.mark.ranks("mpirun-mpi4py", 2), pytest.mark.ranks("torchrun", 2)]
+"""For tests that hold whatever the engine is."""
+
+
 def make_launches(
     launcher: str, *counts: int, env: Mapping[str, str] | None = None, alone: bool = False
 ) -> list[Launch]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import cnn, flat, gradient_of, image_loss, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Options
 from support import assert_equal_on_all_ranks, bits, is_gradient, wrap
 from test_communication import SizingCommunicator
@@ -19,6 +20,7 @@ from training import SETTINGS, SGD, STEPS, Training, simulate
 pytestmark = [
     pytest.mark.ranks("mpirun", 2),
     pytest.mark.ranks("horovodrun-gloo", 2),
+    *WITHOUT_HOROVOD,
     pytest.mark.filterwarnings("error"),
 ]
 

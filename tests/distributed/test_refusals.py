@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import horovod.torch as hvd
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 from torch import nn
 
@@ -27,7 +28,7 @@ from ssd_allreduce import (
     WeightsChangedError,
 )
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.timeout(40)]
+pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD, pytest.mark.timeout(40)]
 
 Edit: TypeAlias = "Callable[[Training], object]"
 

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from checkpoints import DELAY_STEPS, RULES, STEPS, WARMUP_STEPS, Run, settings_of
+from launch_plan import WITHOUT_HOROVOD
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 
-pytestmark = pytest.mark.ranks("mpirun", 2)
+pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD]
 
 OTHER_SEED = 7
 FLUSHED_AT = 9

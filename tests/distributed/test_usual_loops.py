@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import flat, gradient_of, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Gradient, Options, Vector
 from support import TIMEOUT, assert_equal_on_all_ranks, bits, wrap
 from torch import nn
@@ -19,7 +20,7 @@ from training import SETTINGS, SGD, STEPS, Training, no_gradient_left, simulate
 
 import ssd_allreduce as ssd
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD, pytest.mark.filterwarnings("error")]
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 MakeScheduler = Callable[[torch.optim.Optimizer], Scheduler]

@@ -101,7 +101,7 @@ def test_wrapping_twice_is_refused() -> None:
     train_step(model, optimizer)
 
 
-@pytest.mark.parametrize("wrong", [object(), 2, "horovod"])
+@pytest.mark.parametrize("wrong", [object(), 2, None])
 def test_what_is_no_communicator_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"communicator=.* lacks methods.*ssd_allreduce\.Loopback\(size\)"):
         wrap(small_model(), wrong)

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import horovod.torch as hvd
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from problems import perceptron, regression_loss
+from ranks import hvd
 
 import ssd_allreduce as ssd
 
