@@ -35,6 +35,7 @@ def reassemble(old: Training, family: Family, request: Request, buffers: BufferA
     """Make the parts anew for other parameters, when nothing is in flight and all ranks are equal."""
     new = assemble(old.transport, family, old.settings, request, buffers, old.stats)
     new.schedule.load_progress(old.schedule.state_dict())
+    new.set_period(old.schedule.delay_steps, old.schedule.overlap_steps)
     if new.rule.corrections is not None and old.rule.corrections is not None:
         for correction, parameter in zip(new.rule.corrections, new.parameters.tensors, strict=True):
             index = old.parameters.index_of.get(parameter)

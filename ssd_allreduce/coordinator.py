@@ -20,7 +20,7 @@ from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.delay_stage import DelayStage
 from ssd_allreduce.errors import GradientChangedError, SSDError, UsageError, WeightsChangedError
 from ssd_allreduce.reducer import HookMode
-from ssd_allreduce.schedule import Stage, StepPlan
+from ssd_allreduce.schedule import Schedule, Stage, StepPlan
 from ssd_allreduce.training import Training
 from ssd_allreduce.warmup_stage import WarmupStage
 from ssd_allreduce.weight_guard import WeightGuard, some_names
@@ -64,6 +64,11 @@ class Coordinator:
         training.transport.progress = training.stats.describe_progress
         self._arm()
 
+    @property
+    def schedule(self) -> Schedule:
+        """Stages and sync points."""
+        return self._schedule
+
     # -- agreement -------------------------------------------------------------------------------
 
     def agree(self) -> None:
@@ -106,7 +111,7 @@ class Coordinator:
             ("the averaged buffers", self.training.buffers.describe()),
             describe.describe_base(self.training.base, self.training.options),
             describe.describe_parameters(self.parameters),
-            describe.describe_progress(self._schedule.events),
+            describe.describe_progress(self._schedule),
             describe.describe_weights(names, model.current()),
             describe.describe_state(names, model),
         ]
@@ -123,6 +128,7 @@ class Coordinator:
         self._refuse_if_unusable("step()")
         self.agree()
         plan = self._schedule.plan()
+        quiet = plan.stage is Stage.DELAY and not plan.is_sync_point and not self._schedule.in_flight
         self.training.stats.stage = plan.stage
         self._check_before_step(plan, scaler)
         with self._ending_training_on_errors():
@@ -130,7 +136,7 @@ class Coordinator:
                 self.warmup.step(contribute)
             else:
                 self.delay.step(plan, contribute)
-        self.training.stats.step()
+        self.training.stats.step(undisturbed=quiet)
         self._prepare_next_step()
 
     @contextmanager
@@ -297,7 +303,7 @@ class Coordinator:
         self._complete_without_rebase()
         agreement.compare_ranks(
             [
-                describe.describe_progress(self._schedule.events),
+                describe.describe_progress(self._schedule),
                 describe.describe_weights(self.parameters.names, self.parameters.tensors),
                 describe.describe_state(self.parameters.names, self._model),
             ],

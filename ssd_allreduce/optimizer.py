@@ -42,8 +42,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             that makes one update from ``p.grad`` (not ``LBFGS``).
         delay_steps: steps in a period, k in the paper, at least 1. The gradient traffic shrinks by
             this factor. Larger values hide slower networks and drift further; 4 to 16 are usual.
+            ``"auto"``: the smallest k and d that hide the transfer, by measuring: after the first
+            period (of 4 steps), two periods later, and then every ``retune_periods``. All ranks change
+            at once, the choice is kept in checkpoints, and ``stats()`` and the log of
+            ``ssd_allreduce`` tell it.
         overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By
             default ``delay_steps // 2``, which costs no visible accuracy. 0 waits at each sync point.
+            With ``delay_steps="auto"``, the largest d that may be chosen.
         warmup_steps: steps of plain synchronous SGD at the start. Raise it where the first updates
             are large; a few epochs' worth in the paper.
         glu: rule of the local update (Global gradient for Local Update). ``"momentum"``: the base
@@ -71,6 +76,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_grad_norm: clip by the 2-norm over all gradients: in warm-up the global mean, in the delay
             stage the local gradient in every step, and at completion the global mean, the same on all
             ranks. Gradients are final at ``step()`` then.
+        max_delay_steps: largest k that ``delay_steps="auto"`` may choose; 16 by default.
+        retune_periods: periods between measurements there; 100 by default, 0 for none after the second.
         average_buffers: when floating-point buffers of ``model`` (BatchNorm's statistics) are averaged
             over the ranks: ``"sync"`` (with every sync event, and in ``flush()``), ``"flush"``, or
             ``"never"``, the default, as in Horovod.
@@ -93,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        delay_steps: int = 4,
+        delay_steps: int | str = 4,
         overlap_steps: int | None = None,
         warmup_steps: int = 0,
         glu: str = "momentum",
@@ -108,6 +115,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         communicator: Communicator | str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_grad_norm: float | None = None,
+        max_delay_steps: int | None = None,
+        retune_periods: int | None = None,
         average_buffers: str = "never",
         model: torch.nn.Module | None = None,
         sparse_as_dense: bool | None = None,
@@ -125,6 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             issue=issue,
             timeout=timeout,
             max_grad_norm=max_grad_norm,
+            max_delay_steps=max_delay_steps,
+            retune_periods=retune_periods,
             bucket_bytes=bucket_bytes,
         )
         when = check_average_buffers(average_buffers, model)
@@ -317,7 +328,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> Stats:
         """Counters of this rank so far. Rank-local, no communication."""
-        return self._stats.snapshot()
+        schedule = self._engine.schedule
+        return dataclasses.replace(
+            self._stats.snapshot(),
+            delay_steps=schedule.delay_steps,
+            overlap_steps=schedule.overlap_steps,
+        )
 
     def close(self) -> None:
         """Remove the hooks, and give a Horovod-wrapped optimizer its own behaviour back. Rank-local.

@@ -95,7 +95,7 @@ class Reducer:
         self._wire = wire
         self._announced = passes
         self._sparse_as_dense = sparse_as_dense
-        self._compression_scale = float(period) if wire.compresses else 1.0
+        self.set_period(period)
         grouped = list(groups or ())
         members = grouped + [(i,) for i in _outside(grouped, len(parameters))]
         self._units = [_Unit(parameters.names[indices[0]], indices) for indices in members]
@@ -110,6 +110,10 @@ class Reducer:
         self._control: list[Pending] = []
         self._sequence_announced = False
         self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
+
+    def set_period(self, steps: int) -> None:
+        """Say how many gradients a sum holds, for the scale of compressed sums."""
+        self._compression_scale = float(steps) if self._wire.compresses else 1.0
 
     @property
     def label(self) -> str:
