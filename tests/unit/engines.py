@@ -335,3 +335,28 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 def on_ranks(size: int, program: Callable[[Any], Any], engine: type[ThreadRank] = ThreadRank) -> list[Any]:
     """:func:`run_ranks` for programs that end well."""
     return values(run_ranks(size, program, engine))
+
+
+class SlowLoopback(Loopback):
+    """A Loopback whose gradients take a while to arrive."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(size)
+        self.seconds = seconds
+
+    def allreduce_async(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> float:
+        super().allreduce_async(tensors, name, op, prescale, postscale)
+        return time.monotonic() + (self.seconds if name.endswith(".accumulated") else 0.0)
+
+    def poll(self, handle: float) -> bool:
+        return time.monotonic() >= handle
+
+    def wait(self, handle: float, timeout: float) -> None:
+        time.sleep(max(0.0, handle - time.monotonic()))

@@ -5,45 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engines import ThreadRank, on_ranks, run_ranks
+from engines import SlowLoopback, ThreadRank, on_ranks, run_ranks
 from loops import equal, global_weights, small_model, train, train_step, weights, wrap
 from torch import Tensor
 
 from ssd_allreduce import Loopback
-from ssd_allreduce.communicators import ReduceOp
 
 AUTO: dict[str, Any] = {"delay_steps": "auto"}
-
-
-class SlowLoopback(Loopback):
-    """A Loopback whose gradients take a while to arrive."""
-
-    def __init__(self, size: int, seconds: float) -> None:
-        super().__init__(size)
-        self.seconds = seconds
-        self.events = 0
-
-    def allreduce_async(
-        self,
-        tensors: Sequence[Tensor],
-        name: str,
-        op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> float:
-        super().allreduce_async(tensors, name, op, prescale, postscale)
-        self.events += name.endswith("control.sum")
-        return time.monotonic() + (self.seconds if name.endswith(".accumulated") else 0.0)
-
-    def poll(self, handle: float) -> bool:
-        return time.monotonic() >= handle
-
-    def wait(self, handle: float, timeout: float) -> None:
-        time.sleep(max(0.0, handle - time.monotonic()))
 
 
 @pytest.mark.parametrize(
