@@ -55,6 +55,7 @@ class Result:
     k: int | None
     d: int | None
     samples_per_second: float
+    seconds_per_step: float
     share_of_compute: float = 0.0
     speedup_over_horovod: float = 0.0
     megabytes_on_wire: float = 0.0
@@ -190,6 +191,7 @@ def _take_turn(cluster: VirtualCluster, contestant: Contestant) -> dict[str, flo
     sent = statistics.mean(now - then for now, then in zip(cluster.bytes_sent(), before, strict=True))
     steps = contestant.units * contestant.unit
     return {
+        "seconds_per_step": report["seconds"] / steps,
         "samples_per_second": steps * contestant.batch_size * len(cluster.hosts) / report["seconds"],
         "megabytes_on_wire": sent / 1e6 / steps,
         "cpu_seconds": report["cpu_seconds"] / steps,
