@@ -173,6 +173,15 @@ def test_what_horovod_was_to_be_told_is_refused_for_its_optimizer(option: dict[s
 
 
 @only_with_horovod
+@pytest.mark.parametrize("engine", ["mpi", "torch"])
+def test_another_engine_is_refused_for_horovods_optimizer(engine: str) -> None:
+    training = Training(wrapped=True)
+    training.optimizer.close()
+    with pytest.raises(ValueError, match=f"communicator='{engine}' was given for an optimizer that Horovod"):
+        wrap(training.given, communicator=engine)
+
+
+@only_with_horovod
 def test_adasum_is_refused() -> None:
     model = perceptron(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -74,9 +74,7 @@ def test_running_torch_distributed_comes_before_the_environment(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "torch"), ("mpirun", "mpi"), ("mpich", "mpi")])
-def test_environment_of_a_launcher_decides(
-    monkeypatch: pytest.MonkeyPatch, launcher: str, engine: str
-) -> None:
+def test_launchers_environment_decides(monkeypatch: pytest.MonkeyPatch, launcher: str, engine: str) -> None:
     launched_by(monkeypatch, launcher, 2)
     assert chosen() == engine
 
@@ -136,7 +134,8 @@ for module in {missing!r}:
     sys.modules[module] = None
 import torch, ssd_allreduce as ssd
 parameter = torch.nn.Parameter(torch.ones(3))
-optimizer = ssd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), named_parameters=[("p", parameter)])
+base = torch.optim.SGD([parameter], lr=0.5)
+optimizer = ssd.DistributedOptimizer(base, named_parameters=[("p", parameter)])
 parameter.sum().backward()
 optimizer.step()
 print(parameter.tolist())
@@ -163,7 +162,7 @@ def test_package_works_without_the_extras_and_names_them_when_asked() -> None:
 def test_bucket_bytes_is_a_size() -> None:
     model = small_model()
     for wrong, error in ((-1, ValueError), (1.5, TypeError)):
-        with pytest.raises(error, match="bucket_bytes=.* must be an integer of at least 0"):
+        with pytest.raises(error, match=r"bucket_bytes=.* must be an integer of at least 0"):
             ssd.DistributedOptimizer(
                 sgd(model),
                 named_parameters=model.named_parameters(),
