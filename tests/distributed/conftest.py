@@ -17,8 +17,8 @@ too (``rank_session.py``). Every test has a time limit on every rank, ``@pytest.
 Options of the marker: ``env={...}`` sets variables for that launch; ``alone=True`` gives each test a launch
 of its own, for tests that end the engine.
 
-``mpirun-mpi4py`` and ``torchrun`` are launches without Horovod (``ranks.py``): tests that call ``hvd`` take it
-from there. Of parametrised tests, the cases that wrap Horovod's optimizer are left out there.
+``mpirun-mpi4py`` and ``torchrun`` are launches without Horovod: tests take the ``hvd`` that they call from
+``ranks.py``. Of parametrised tests, the cases that wrap Horovod's optimizer are left out there.
 
 Tests without the marker run once and may start launches themselves with ``launchers.launch()``.
 """

@@ -71,6 +71,9 @@ class WithoutHorovod(OnlyHorovods):
         for name, tensor in parameters.items():
             self.communicator.broadcast(tensor.data, root_rank, name, SECONDS)
 
+    def broadcast_object(self, value: Any, root_rank: int = 0, name: str = "object") -> Any:
+        return self.allgather_object(value, name)[root_rank]
+
     def allgather_object(self, value: Any, name: str) -> list[Any]:
         mine = torch.tensor(list(pickle.dumps(value)), dtype=torch.uint8)
         gathered = []

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import DELAY_STEPS, RULES, STEPS, WARMUP_STEPS, Run, settings_of
-from launch_plan import WITHOUT_HOROVOD
+from launch_plan import on_any_engine
 from problems import perceptron, regression_loss
 from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD]
+pytestmark = pytest.mark.ranks("mpirun", 2)
 
 OTHER_SEED = 7
 FLUSHED_AT = 9
@@ -65,6 +65,7 @@ def test_saving_changes_nothing(rule: str, overlap_steps: int) -> None:
     assert saving.history == never_saving.history
 
 
+@on_any_engine(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("overlap_steps", [0, 2, 3])
 def test_continues_after_any_step(rule: str, overlap_steps: int) -> None:
@@ -105,6 +106,7 @@ def test_continues_whether_saved_inside_global_weights_or_outside(stopped_at: in
     assert_continues(saved, run)
 
 
+@on_any_engine(2)
 def test_continues_in_the_same_objects() -> None:
     """Going back to an earlier state of a run that has gone on."""
     run, saved = train_and_save_after_every_step(settings_of("momentum", 2))
@@ -137,6 +139,7 @@ def assert_continues_from_rank_0(saved: bytes, run: Run, start: int) -> None:
     assert all(resumed.history[step] == run.history[step] for step in range(start + 1, STEPS + 1))
 
 
+@on_any_engine(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "stopped_at",

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch_plan import WITHOUT_HOROVOD
 from problems import flat, gradient_of, perceptron, regression_loss, weights_of
 from ranks import hvd
 from simulation import Gradient, Options, Vector
@@ -20,7 +19,7 @@ from training import SETTINGS, SGD, STEPS, Training, no_gradient_left, simulate
 
 import ssd_allreduce as ssd
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD, pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.filterwarnings("error")]
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 MakeScheduler = Callable[[torch.optim.Optimizer], Scheduler]
