@@ -52,7 +52,7 @@ def alexnet_like() -> Problem:
         nn.ReLU(),
         nn.Linear(800, 10),
     )
-    return images(model, batch_size=80)
+    return images(model, batch_size=72)
 
 
 def vgg_like() -> Problem:

@@ -80,7 +80,7 @@ def convergence(report: dict[str, Any]) -> str:
             ]
             for row in chosen
         ]
-        head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, train loss"
+        head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, loss"
         parts += [f"### {shards} shards\n", table(head.split(", "), rows)]
     return "\n".join(parts)
 
