@@ -16,6 +16,7 @@ from ssd_allreduce.request import Request
 from ssd_allreduce.schedule import Schedule
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.statistics import StatsRecorder
+from ssd_allreduce.tracing import Tracer
 from ssd_allreduce.training import Training
 from ssd_allreduce.transport import Transport
 from ssd_allreduce.update_family import Family
@@ -24,11 +25,13 @@ _instances: Counter[str] = Counter()
 """Optimizers made so far on each engine: part of every tensor's name, equal on all ranks."""
 
 
-def make_transport(communicator: Communicator, settings: Settings, stats: StatsRecorder) -> Transport:
+def make_transport(
+    communicator: Communicator, settings: Settings, stats: StatsRecorder, tracer: Tracer
+) -> Transport:
     _instances[communicator.key] += 1
     prefix = f"ssd.{_instances[communicator.key]}"
     engine = matched_by_name(communicator, settings.bucket_bytes, settings.timeout)
-    return Transport(engine, prefix, settings.timeout, stats)
+    return Transport(engine, prefix, settings.timeout, stats, tracer)
 
 
 def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:

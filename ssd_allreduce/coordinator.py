@@ -86,6 +86,8 @@ class Coordinator:
             "(hvd.broadcast_parameters) and the optimizer's state before the first step.",
         )
         self._agreed = True
+        # The comparison ends with the ranks' last answer, which all of them see at once.
+        self.training.transport.tracer.align(self.training.rank)
 
     def _reduce_named(self, prefix: str, tensor: Tensor, name: str, op: ReduceOp) -> Tensor:
         return self.training.transport.reduce_now(tensor, f"{prefix}.{name}", op)
@@ -125,6 +127,8 @@ class Coordinator:
             contribute: whether this rank's gradients count (not after an overflow).
             scaler: whether a GradScaler drives the step.
         """
+        tracer = self.training.transport.tracer
+        tracer.computed()
         self._refuse_if_unusable("step()")
         self.agree()
         plan = self._schedule.plan()
@@ -137,7 +141,9 @@ class Coordinator:
             else:
                 self.delay.step(plan, contribute)
         self.training.stats.step(undisturbed=quiet)
+        self._reducer.observe()
         self._prepare_next_step()
+        tracer.step_ended()
 
     @contextmanager
     def _ending_training_on_errors(self) -> Iterator[None]:
@@ -278,6 +284,7 @@ class Coordinator:
                 result = self._flush_event()
             self.training.buffers.average_now()
         self._prepare_next_step()
+        self.training.transport.tracer.write()
         return result.regrouping > 0
 
     def _flush_event(self) -> ControlResult:
@@ -421,6 +428,7 @@ class Coordinator:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
         self._reducer.mode = HookMode.SILENT
+        self.training.transport.tracer.write()
 
     def linger(self) -> None:
         """Give what is in flight a moment, for a script that takes the engine down when it ends."""

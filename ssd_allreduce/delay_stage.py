@@ -57,15 +57,16 @@ class DelayStage:
         training, buffers = self._training, self._training.reducer.buffers
         by_hooks = training.reducer.accumulated_by_hooks
         gradients = [layout.zeros_like(p) if p.grad is None else p.grad for p in training.parameters.tensors]
-        training.rule.local_step(
-            training.view(row),
-            gradients,
-            buffers.current,
-            by_hooks,
-            Accumulation.OVERWRITE if buffers.empty else Accumulation.ADD,
-        )
-        if not training.rule.accumulates_squares:
-            buffers.add_squares(gradients, except_for=by_hooks)
+        with training.transport.tracer.span("local update"):
+            training.rule.local_step(
+                training.view(row),
+                gradients,
+                buffers.current,
+                by_hooks,
+                Accumulation.OVERWRITE if buffers.empty else Accumulation.ADD,
+            )
+            if not training.rule.accumulates_squares:
+                buffers.add_squares(gradients, except_for=by_hooks)
         buffers.empty = False
 
     def _issue(self, flushing: bool) -> None:
@@ -87,11 +88,14 @@ class DelayStage:
         sums = training.reducer.finish_accumulators()
         result = training.control.receive(event, training.schedule.delay_steps)
         contributions = sum(result.counts)
+        tracer = training.transport.tracer
         with training.stats.updating():
             if contributions:
-                self._replay(result, sums, contributions)
+                with tracer.span("replay"):
+                    self._replay(result, sums, contributions)
             if rebase:
-                self._rebase(moved=contributions > 0)
+                with tracer.span("rebase"):
+                    self._rebase(moved=contributions > 0)
         training.reducer.buffers.release()
         training.schedule.complete()
         training.stats.completed(event)

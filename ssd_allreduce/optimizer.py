@@ -6,10 +6,12 @@ import atexit
 import copy
 import dataclasses
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +30,7 @@ from ssd_allreduce.request import read_communicator, read_request, refuse_other_
 from ssd_allreduce.settings import DEFAULT_BUCKET_BYTES, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
+from ssd_allreduce.tracing import FileTracer, Tracer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -85,6 +88,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sparse_as_dense: make sparse gradients dense instead of refusing them, for a bare optimizer.
         timeout: seconds that one wait for other ranks may last. Raise it where ranks pause for long
             (evaluation on rank 0 alone).
+        trace: file for a trace in Chrome's format, which Perfetto opens: forward, backward, local and
+            global updates, waiting, and each tensor's allreduce. Each rank writes one of its own
+            (``trace.json``: ``trace.rank0.json``, ...) in ``flush()`` and ``close()``; times count from
+            the first step, where all ranks meet. Not with one rank.
 
     Raises:
         TypeError, ValueError: an option is not allowed; the message says what is.
@@ -121,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         sparse_as_dense: bool | None = None,
         timeout: float = 600.0,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._closed = True
         settings = check_settings(
@@ -165,7 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, settings, self._stats)
         else:
-            transport = make_transport(engine, settings, self._stats)
+            tracer = Tracer() if trace is None else FileTracer(Path(trace))
+            transport = make_transport(engine, settings, self._stats, tracer)
             self._make_buffers = partial(BufferAverager, transport, model, when)
             training = assemble(transport, self._family, settings, request, self._make_buffers(), self._stats)
             self._engine = Coordinator(training)

@@ -143,6 +143,10 @@ class Reducer:
         """Give what is in flight a moment to end, so that ranks a little behind are not cut off."""
         self._transport.linger([*self._in_flight(), *self._control], seconds)
 
+    def observe(self) -> None:
+        """Let a trace know what of the operations in flight is done."""
+        self._transport.observe(self._in_flight())
+
     def detach(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
@@ -157,6 +161,7 @@ class Reducer:
         if gradient.layout is not torch.strided:
             gradient = self._make_dense(index, parameter)
         self._transport.advance()
+        self._transport.tracer.first_hook()
         if not self.count_passes:
             return
         self._passes[index] += 1
@@ -168,7 +173,7 @@ class Reducer:
                 "or pass issue='step' so that a gradient is final only at step()."
             )
         if self._passes[index] == self._announced and self.mode is not HookMode.SILENT:
-            with torch.no_grad():
+            with torch.no_grad(), self._transport.tracer.span(f"hook {self._parameters.names[index]}"):
                 self._on_final_gradient(index, gradient)
 
     def _make_dense(self, index: int, parameter: Tensor) -> Tensor:

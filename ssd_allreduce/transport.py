@@ -13,6 +13,7 @@ from ssd_allreduce.communicators.ordered import Ordered
 from ssd_allreduce.communicators.protocol import Communicator, Handle, ReduceOp
 from ssd_allreduce.errors import CommunicationError, CommunicationTimeoutError, SSDError
 from ssd_allreduce.statistics import StatsRecorder
+from ssd_allreduce.tracing import Tracer
 
 
 @dataclass
@@ -35,14 +36,23 @@ class Transport:
         prefix: put before every operation's name; unique to the optimizer, equal on all ranks.
         timeout: seconds that one wait may last.
         stats: where bytes and waiting are counted.
+        tracer: where operations and waiting are recorded.
     """
 
-    def __init__(self, communicator: Communicator, prefix: str, timeout: float, stats: StatsRecorder) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        prefix: str,
+        timeout: float,
+        stats: StatsRecorder,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.communicator = communicator
         self.progress: Callable[[], str] = lambda: "no step has been made"
         self.prefix = prefix
         self._timeout = timeout
         self._stats = stats
+        self.tracer = tracer or Tracer()
 
     def start(
         self,
@@ -63,6 +73,7 @@ class Transport:
             handle = self.communicator.allreduce_async(tensors, full_name, op, prescale, postscale)
         except TimeoutError:
             self._end_engine([name])
+        self.tracer.started(name)
         self._stats.sent(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return Pending(name, handle, tensors)
 
@@ -92,13 +103,21 @@ class Transport:
         waiting = list(pending)
         try:
             while waiting:
-                self.communicator.wait(waiting[0].handle, max(0.0, deadline - time.monotonic()))
+                with self.tracer.span("wait"):
+                    self.communicator.wait(waiting[0].handle, max(0.0, deadline - time.monotonic()))
                 # An engine forgets what has been waited for, so it may not be asked after again.
-                waiting.pop(0)
+                self.tracer.finished(waiting.pop(0).name)
         except TimeoutError:
             self._end_engine([p.name for p in waiting if not self._is_done(p)])
         finally:
             self._stats.waited(time.monotonic() - began)
+
+    def observe(self, pending: Sequence[Pending]) -> None:
+        """Let a trace know which operations are done by now."""
+        if self.tracer.active:
+            for operation in pending:
+                if self._is_done(operation):
+                    self.tracer.finished(operation.name)
 
     def reduce_now(self, tensor: Tensor, name: str, op: ReduceOp) -> Tensor:
         """Allreduce one vector and wait for it. Collective."""

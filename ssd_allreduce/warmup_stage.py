@@ -58,7 +58,8 @@ class WarmupStage:
             if training.settings.max_grad_norm is not None:
                 clip_gradients(training.parameters.tensors, training.settings.max_grad_norm)
             row = result.options[0]
-            with training.options.written(training.base.groups, row):
+            tracer = training.transport.tracer
+            with training.options.written(training.base.groups, row), tracer.span("global update"):
                 training.base.step()
             if not training.schedule.always_synchronous:
                 rule.observe_warmup(before, training.view(row))
