@@ -125,11 +125,15 @@ class Coordinator:
         plan = self._schedule.plan()
         self.training.stats.stage = plan.stage
         self._check_before_step(plan, scaler)
-        with self._ending_training_on_errors():
+        # Not by the context manager below, whose generator would cost more than a tiny step's kernel.
+        try:
             if plan.stage is Stage.WARMUP:
                 self.warmup.step(contribute)
             else:
                 self.delay.step(plan, contribute)
+        except SSDError as error:
+            self._fail(error)
+            raise
         self.training.stats.step()
         self._prepare_next_step()
 

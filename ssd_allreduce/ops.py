@@ -185,7 +185,7 @@ def local_momentum_(
         nesterov,
         maximize,
         gradient_scale,
-        accumulation,
+        int(accumulation),
     )
 
 
@@ -215,7 +215,7 @@ def local_corrected_(
         gradient_weight,
         correction_weight,
         weight_decay,
-        accumulation,
+        int(accumulation),
     )
 
 
@@ -234,7 +234,7 @@ def local_plain_(
     :func:`local_momentum_`.
     """
     _ops.local_plain_.default(
-        weights, gradients, accumulators, step_size, gradient_weight, weight_decay, accumulation
+        weights, gradients, accumulators, step_size, gradient_weight, weight_decay, int(accumulation)
     )
 
 

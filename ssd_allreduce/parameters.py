@@ -76,6 +76,8 @@ class Parameters:
 
     def find_unfrozen(self) -> UsageError | None:
         """An error that names a parameter which has become trainable since, if any."""
+        if not self.frozen:
+            return None
         for parameter, name in zip(self.frozen, self.frozen_names, strict=True):
             if parameter.requires_grad:
                 return UsageError(

@@ -226,6 +226,8 @@ class Reducer:
         ``.data``, so at sync points the bits are compared; in warm-up the engine itself writes into
         the gradient, and the version counter is all there is.
         """
+        if not self._handed:
+            return []
         changed: list[int] = []
         compare: list[int] = []
         for index, handed in self._handed.items():
