@@ -119,6 +119,50 @@ struct Packed<c10::Half, 8> {
 };
 #endif
 
+// Square roots, correctly rounded as the scalar ones are.
+template <typename C, int64_t kLanes>
+struct SquareRoot {
+  static GLU_INLINE Vector<C, kLanes> of(const Vector<C, kLanes>& x) {
+    Vector<C, kLanes> result;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      result[lane] = square_root(x[lane]);
+    }
+    return result;
+  }
+};
+
+#if defined(__x86_64__)
+template <>
+struct SquareRoot<float, 4> {
+  static GLU_INLINE Vector<float, 4> of(const Vector<float, 4>& x) {
+    return bit_cast<Vector<float, 4>>(_mm_sqrt_ps(bit_cast<__m128>(x)));
+  }
+};
+
+template <>
+struct SquareRoot<double, 2> {
+  static GLU_INLINE Vector<double, 2> of(const Vector<double, 2>& x) {
+    return bit_cast<Vector<double, 2>>(_mm_sqrt_pd(bit_cast<__m128d>(x)));
+  }
+};
+
+template <>
+struct SquareRoot<float, 8> {
+  __attribute__((target("avx2,f16c"))) static inline Vector<float, 8> of(
+      const Vector<float, 8>& x) {
+    return bit_cast<Vector<float, 8>>(_mm256_sqrt_ps(bit_cast<__m256>(x)));
+  }
+};
+
+template <>
+struct SquareRoot<double, 4> {
+  __attribute__((target("avx2,f16c"))) static inline Vector<double, 4> of(
+      const Vector<double, 4>& x) {
+    return bit_cast<Vector<double, 4>>(_mm256_sqrt_pd(bit_cast<__m256d>(x)));
+  }
+};
+#endif
+
 // Two vectors side by side: rules whose operations wait for each other's results interleave.
 template <typename C, int64_t kLanes>
 struct VectorPair {
@@ -152,6 +196,17 @@ SSD_ALLREDUCE_PAIR_OPERATOR(/)
 template <typename C, int64_t kLanes>
 GLU_INLINE VectorPair<C, kLanes> operator-(const VectorPair<C, kLanes>& a) {
   return {-a.low, -a.high};
+}
+
+template <typename C, int64_t kLanes>
+GLU_INLINE VectorPair<C, kLanes> square_root(const VectorPair<C, kLanes>& x) {
+  return {SquareRoot<C, kLanes>::of(x.low), SquareRoot<C, kLanes>::of(x.high)};
+}
+
+template <typename C, int64_t kLanes>
+GLU_INLINE VectorPair<C, kLanes> positive_part(const VectorPair<C, kLanes>& x) {
+  const Vector<C, kLanes> zero{};
+  return {x.low < zero ? zero : x.low, x.high < zero ? zero : x.high};
 }
 
 template <typename T, int64_t kLanes>

@@ -65,24 +65,17 @@ class Accumulators:
     def add(self, index: int, gradient: Tensor) -> None:
         """Add one parameter's gradient, and its square where those are kept."""
         ops.accumulate_([self.current.gradients[index]], [gradient], overwrite=self.empty)
-        self._add_square(index, gradient)
+        if self.current.squares is not None:
+            ops.accumulate_squares_([self.current.squares[index]], [gradient], overwrite=self.empty)
 
     def add_squares(self, gradients: Sequence[Tensor], except_for: Collection[int]) -> None:
-        """Add the squares of gradients whose sums a fused step has updated."""
-        if self._with_squares:
-            for index, gradient in enumerate(gradients):
-                if index not in except_for:
-                    self._add_square(index, gradient)
-
-    def _add_square(self, index: int, gradient: Tensor) -> None:
+        """Add the squares of gradients whose sums a local step has updated, where squares are kept."""
         squares = self.current.squares
-        if squares is None:
-            return
-        if self.empty:
-            squares[index].copy_(gradient).square_()
-        else:
-            wide = gradient.to(squares[index].dtype)
-            squares[index].addcmul_(wide, wide)
+        if squares is not None:
+            chosen = [index for index in range(len(gradients)) if index not in except_for]
+            ops.accumulate_squares_(
+                [squares[i] for i in chosen], [gradients[i] for i in chosen], overwrite=self.empty
+            )
 
     def depart(self) -> None:
         """The current sums travel; the next gradient begins new ones."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce import layout, ops
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation, Correction
 from ssd_allreduce.parameters import Parameters
@@ -40,6 +41,8 @@ class LocalRule(abc.ABC):
     """
 
     correction = Correction.NONE
+    accumulates_squares = False
+    """Whether the local step sums the squares of gradients too."""
 
     def __init__(self, parameters: Parameters, gradient_scale: float) -> None:
         self.parameters = parameters
@@ -67,7 +70,7 @@ class LocalRule(abc.ABC):
         self,
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         already_accumulated: frozenset[int],
         accumulation: Accumulation,
     ) -> None:
@@ -76,12 +79,12 @@ class LocalRule(abc.ABC):
         Args:
             options: options in force.
             gradients: local gradient of every parameter.
-            accumulators: where gradients are summed.
+            sums: where gradients are summed, and squares where :attr:`accumulates_squares`.
             already_accumulated: indices whose gradient is in the accumulator already.
             accumulation: how the others are accumulated.
         """
         for group, indices, mode in self._passes(already_accumulated, accumulation):
-            self.update(group, indices, options, gradients, accumulators, mode)
+            self.update(group, indices, options, gradients, sums, mode)
 
     def _passes(
         self, already_accumulated: frozenset[int], accumulation: Accumulation
@@ -104,7 +107,7 @@ class LocalRule(abc.ABC):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         """Update the parameters at the given indices."""
@@ -185,13 +188,13 @@ class PlainRule(LocalRule):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         ops.local_plain_(
             [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
-            [accumulators[i] for i in indices] if accumulation != Accumulation.NONE else [],
+            [sums.gradients[i] for i in indices] if accumulation != Accumulation.NONE else [],
             step_size=options(group, "lr"),
             gradient_weight=self.gradient_scale * self._sign(group, options),
             weight_decay=options(group, "weight_decay"),
@@ -242,7 +245,7 @@ class CorrectedRule(LocalRule):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         settings, sign = self._settings, self._sign(group, options)
@@ -252,7 +255,7 @@ class CorrectedRule(LocalRule):
             [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
             [self._corrections[i] for i in indices],
-            [accumulators[i] for i in indices] if accumulation != Accumulation.NONE else [],
+            [sums.gradients[i] for i in indices] if accumulation != Accumulation.NONE else [],
             step_size=settings.local_lr_scale * options(group, "lr"),
             gradient_weight=settings.alpha * self.gradient_scale * sign,
             correction_weight=settings.beta * correction_sign,

@@ -54,11 +54,12 @@ class DelayStage:
         training.rule.local_step(
             training.view(row),
             gradients,
-            buffers.current.gradients,
+            buffers.current,
             by_hooks,
             Accumulation.OVERWRITE if buffers.empty else Accumulation.ADD,
         )
-        buffers.add_squares(gradients, except_for=by_hooks)
+        if not training.rule.accumulates_squares:
+            buffers.add_squares(gradients, except_for=by_hooks)
         buffers.empty = False
 
     def _issue(self, flushing: bool) -> None:

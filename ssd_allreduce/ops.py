@@ -5,9 +5,9 @@ and bumps the version counter of what it changed, so that a weight stepped betwe
 backward is noticed. It takes parameters that require grad, on any device and in any memory layout.
 
 All lists of one call have equal length, and the tensors at one index have the same shape. Weights
-and gradients may be float16, bfloat16, float32 or float64; global weights and global momenta, the
-base optimizer's own, have the weight's dtype. Local momenta, accumulators, sums, corrections and
-snapshots are float64 for float64 weights, else float32, and so is the arithmetic.
+and gradients may be float16, bfloat16, float32 or float64; global weights, momenta and moments, the
+base optimizer's own, have the weight's dtype. Local momenta and moments, accumulators, squares, sums,
+corrections and snapshots are float64 for float64 weights, else float32, and so is the arithmetic.
 
 ``IMPLEMENTATION`` says which kernels serve CPU tensors: ``"compiled"`` (``ssd_allreduce._C``) or
 ``"reference"`` (:mod:`ssd_allreduce.reference`, plain torch, several passes). The environment
@@ -17,16 +17,12 @@ where they are built, and a warning says so where they are not.
 
 from __future__ import annotations
 
-import importlib
-import os
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssd_allreduce import reference
+from ssd_allreduce.operator_library import IMPLEMENTATION, ExtensionNotBuiltWarning
 from ssd_allreduce.reference import Accumulation, Correction
 
 __all__ = [
@@ -35,115 +31,19 @@ __all__ = [
     "Correction",
     "ExtensionNotBuiltWarning",
     "accumulate_",
+    "accumulate_squares_",
     "checksum",
+    "local_adam_",
     "local_corrected_",
     "local_momentum_",
     "local_plain_",
+    "rebase_adam_",
     "rebase_momentum_",
     "rebase_shift_",
+    "replay_adam_",
     "replay_sgd_",
 ]
 
-_NAMESPACE = "ssd_allreduce"
-_EXTENSION = "ssd_allreduce._C"
-_SELECTOR = "SSD_ALLREDUCE_KERNELS"
-
-_SCHEMAS = """
-local_momentum_(
-    Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor(c!)[] accumulators,
-    float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize,
-    float gradient_scale, int accumulation) -> ()
-
-local_corrected_(
-    Tensor(a!)[] weights, Tensor[] gradients, Tensor[] corrections, Tensor(b!)[] accumulators,
-    float step_size, float gradient_weight, float correction_weight, float weight_decay,
-    int accumulation) -> ()
-
-local_plain_(
-    Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] accumulators,
-    float step_size, float gradient_weight, float weight_decay, int accumulation) -> ()
-
-accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, bool overwrite) -> ()
-
-replay_sgd_(
-    Tensor(a!)[] weights, Tensor(b!)[] momenta, Tensor[] sums, Tensor(c!)[] corrections,
-    float divisor, float[] lrs, float[] momentum_factors, float[] dampenings,
-    float[] weight_decays, bool nesterov, bool maximize, bool momentum_initialised,
-    int correction) -> ()
-
-rebase_momentum_(
-    Tensor(a!)[] weights, Tensor(b!)[] momenta, Tensor[] global_weights, Tensor[] global_momenta,
-    Tensor[] weight_snapshots, Tensor[] momentum_snapshots,
-    float momentum_decay, float displacement_factor) -> ()
-
-rebase_shift_(
-    Tensor(a!)[] weights, Tensor[] global_weights, Tensor[] weight_snapshots) -> ()
-
-checksum(Tensor[] tensors) -> Tensor
-"""
-
-
-class ExtensionNotBuiltWarning(RuntimeWarning):
-    """The compiled kernels are missing, and the slower plain torch ones are used."""
-
-
-def _load_extension() -> str:
-    """Import the compiled kernels as ``SSD_ALLREDUCE_KERNELS`` demands; name what serves."""
-    choice = os.environ.get(_SELECTOR, "")
-    if choice not in ("", "compiled", "reference"):
-        raise ValueError(
-            f"{_SELECTOR}={choice!r}; allowed are 'compiled' and 'reference', or unset to take the "
-            "compiled kernels where they are built"
-        )
-    if choice == "reference":
-        return choice
-    try:
-        importlib.import_module(_EXTENSION)
-    except ImportError as error:
-        remedy = "build them against the installed torch with `pip install --no-build-isolation .`"
-        if choice == "compiled":
-            raise ImportError(
-                f"{_SELECTOR}=compiled, and the compiled kernels cannot be loaded ({error}); "
-                f"{remedy}, or unset {_SELECTOR}"
-            ) from error
-        warnings.warn(
-            f"the compiled kernels cannot be loaded ({error}); plain torch is used, which is "
-            f"slower; {remedy}",
-            ExtensionNotBuiltWarning,
-            stacklevel=2,
-        )
-        return "reference"
-    return "compiled"
-
-
-def _fake_inplace(*args: object) -> None:
-    """An operation that returns nothing has nothing to infer."""
-
-
-def _fake_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
-
-
-def _register() -> object:
-    """Define the operations and give each the reference where no compiled kernel serves.
-
-    They stay registered for as long as the returned library lives.
-    """
-    untyped_torch_library: Any = torch.library
-    library = untyped_torch_library.Library(_NAMESPACE, "DEF")
-    for schema in _SCHEMAS.strip().split("\n\n"):
-        library.define(schema)
-        name = schema[: schema.index("(")]
-        qualified_name = f"{_NAMESPACE}::{name}"
-        library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        fake = _fake_checksum if name == "checksum" else _fake_inplace
-        torch.library.register_fake(qualified_name, fake, lib=library)
-    return library
-
-
-_LIBRARY = _register()
-IMPLEMENTATION: str = _load_extension()
 _ops = torch.ops.ssd_allreduce
 
 
@@ -238,9 +138,66 @@ def local_plain_(
     )
 
 
+def local_adam_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    accumulators: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+    gradient_scale: float,
+    step: int,
+    accumulation: int,
+) -> None:
+    """Local update of the ``momentum`` rule for Adam and AdamW (``decoupled``) on the local weights.
+
+    With ``g' = gradient_scale * g``, negated for ``maximize``, and ``step`` counted from 1::
+
+        d = g' + weight_decay * w                  # Adam
+        d = g'; w = (1 - lr * weight_decay) * w    # AdamW
+        m = beta1 * m + (1 - beta1) * d
+        u = beta2 * u + (1 - beta2) * d^2
+        w = w - lr / (1 - beta1^step) * m / (sqrt(u / (1 - beta2^step)) + eps)
+
+    ``accumulation`` (:class:`Accumulation`) says what becomes of the accumulators and the squares:
+    both stay (and may be empty lists), ``A += g`` and ``A2 += g^2``, or ``A = g`` and ``A2 = g^2``
+    without reading them; ``g`` is the gradient as given.
+    """
+    _ops.local_adam_.default(
+        weights,
+        gradients,
+        firsts,
+        seconds,
+        accumulators,
+        squares,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        decoupled,
+        maximize,
+        gradient_scale,
+        step,
+        accumulation,
+    )
+
+
 def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool) -> None:
     """``A += g``, or ``A = g`` without reading ``A`` where ``overwrite``."""
     _ops.accumulate_.default(accumulators, gradients, overwrite)
+
+
+def accumulate_squares_(squares: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool) -> None:
+    """``A2 += g^2``, or ``A2 = g^2`` without reading ``A2`` where ``overwrite``."""
+    _ops.accumulate_squares_.default(squares, gradients, overwrite)
 
 
 def replay_sgd_(
@@ -292,6 +249,63 @@ def replay_sgd_(
     )
 
 
+def replay_adam_(
+    weights: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    corrections: Sequence[Tensor],
+    count: int,
+    divisor: float,
+    steps_before: int,
+    lrs: Sequence[float],
+    beta1s: Sequence[float],
+    beta2s: Sequence[float],
+    epsilons: Sequence[float],
+    weight_decays: Sequence[float],
+    missing_noises: Sequence[float],
+    decoupled: bool,
+    maximize: bool,
+    correction: int,
+) -> None:
+    """Global update: ``torch.optim.Adam`` or ``AdamW`` replayed once per accumulated step.
+
+    The gradient ``G = sums / divisor`` of ``count`` summed gradients serves every replayed step,
+    ``divisor`` being ``count`` over the factor on their mean; the lists of options have one entry for
+    each step, in order, the first of which is step ``steps_before + 1`` of the optimizer. A mean over
+    many gradients has less noise than a synchronous step's, so the second moment takes in what is
+    missing of it::
+
+        variance = max(0, squares / count - (sums / count)^2) * count / (count - 1) * (count / divisor)^2
+        u = beta2 * u + (1 - beta2) * (d^2 + missing_noise * variance)
+
+    (no variance where ``count`` is 1), and all else is as in :func:`local_adam_`. ``firsts`` and
+    ``seconds`` are the base optimizer's own, in the weights' dtype. ``correction`` as in
+    :func:`replay_sgd_`.
+    """
+    _ops.replay_adam_.default(
+        weights,
+        firsts,
+        seconds,
+        sums,
+        squares,
+        corrections,
+        count,
+        divisor,
+        steps_before,
+        lrs,
+        beta1s,
+        beta2s,
+        epsilons,
+        weight_decays,
+        missing_noises,
+        decoupled,
+        maximize,
+        correction,
+    )
+
+
 def rebase_momentum_(
     weights: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -318,6 +332,54 @@ def rebase_momentum_(
         momentum_snapshots,
         momentum_decay,
         displacement_factor,
+    )
+
+
+def rebase_adam_(
+    weights: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    global_weights: Sequence[Tensor],
+    global_firsts: Sequence[Tensor],
+    global_seconds: Sequence[Tensor],
+    weight_snapshots: Sequence[Tensor],
+    first_snapshots: Sequence[Tensor],
+    second_snapshots: Sequence[Tensor],
+    first_decay: float,
+    second_decay: float,
+    displacement_factor: float,
+    beta2: float,
+    eps: float,
+    step: int,
+) -> None:
+    """Move the local weights and Adam's moments onto a new global state, local steps kept.
+
+    With ``dm``, ``du`` and ``dW`` the new global state less the snapshots taken at the sync point::
+
+        w += dW - displacement_factor * dm / (sqrt(u / (1 - beta2^step)) + eps)
+        m += first_decay * dm
+        u = max(0, u + second_decay * du)
+
+    the ``u`` in the first line being the local one as it was. For local steps of options ``lr_j``,
+    ``b1``, ``b2`` and counts ``c_j`` the factors are ``b1^d``, ``b2^d`` and
+    ``sum_j(lr_j b1^j / (1 - b1^c_j))``; ``beta2``, ``eps`` and ``step`` are those of the last one.
+    """
+    _ops.rebase_adam_.default(
+        weights,
+        firsts,
+        seconds,
+        global_weights,
+        global_firsts,
+        global_seconds,
+        weight_snapshots,
+        first_snapshots,
+        second_snapshots,
+        first_decay,
+        second_decay,
+        displacement_factor,
+        beta2,
+        eps,
+        step,
     )
 
 

@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._skip_synchronize = False
         self._engine: Coordinator | SingleProcess
         if engine is None:
-            self._engine = SingleProcess(parameters, self._base, warmup_steps, self._stats)
+            self._engine = SingleProcess(parameters, self._base, settings, self._stats)
         else:
             transport = make_transport(engine, settings, self._stats)
             buffers = BufferAverager(transport, model, when)
@@ -182,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._base.run_hooks("pre", (), {})
-        with torch.no_grad():
+        with torch.no_grad(), self._forgetting_scaler_on_errors():
             contribute, scaler = self._unscale_own_gradients()
             self._engine.step(contribute, scaler)
         self._base.mark_stepped()
@@ -206,6 +206,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if gradients:
                 torch._foreach_mul_(gradients, 1.0 / float(scale))
         return finite, True
+
+    @contextmanager
+    def _forgetting_scaler_on_errors(self) -> Iterator[None]:
+        """torch removes a GradScaler's scale only after a step that succeeds, and multiplies what is left."""
+        try:
+            yield
+        except BaseException:
+            for left_behind in ("grad_scale", "found_inf"):
+                self.__dict__.pop(left_behind, None)
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch does.

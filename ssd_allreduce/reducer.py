@@ -68,7 +68,8 @@ class Reducer:
         parameters: the trained parameters.
         transport: access to the engine.
         wire: how gradients travel.
-        groups: indices reduced together, or None for one operation a tensor.
+        groups: indices reduced together; tensors in none of them, or all where there are none, are
+            one operation each.
         passes: backward passes that make a step's gradient final.
         sparse_as_dense: make sparse gradients dense instead of refusing them.
         period: steps whose sum may travel, for the scale of compressed sums.
@@ -92,7 +93,8 @@ class Reducer:
         self._announced = passes
         self._sparse_as_dense = sparse_as_dense
         self._compression_scale = float(period) if wire.compresses else 1.0
-        members = groups if groups is not None else [(i,) for i in range(len(parameters))]
+        grouped = list(groups or ())
+        members = grouped + [(i,) for i in _outside(grouped, len(parameters))]
         self._units = [_Unit(parameters.names[indices[0]], indices) for indices in members]
         self._unit_of = {index: unit for unit in self._units for index in unit.indices}
         self.mode = HookMode.SILENT
@@ -373,6 +375,11 @@ class Reducer:
         for unit in self._units:
             unit.pending = []
             unit.wired = []
+
+
+def _outside(groups: Sequence[tuple[int, ...]], count: int) -> list[int]:
+    grouped = {index for group in groups for index in group}
+    return [index for index in range(count) if index not in grouped]
 
 
 def _engine_view(tensor: Tensor) -> Tensor:

@@ -10,26 +10,36 @@ import torch
 
 from ssd_allreduce import checkpoint
 from ssd_allreduce.base_optimizer import BaseOptimizer
+from ssd_allreduce.clipping import clip_gradients
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.schedule import Schedule
+from ssd_allreduce.settings import Settings
 from ssd_allreduce.statistics import StatsRecorder
 
 
 class SingleProcess:
-    """Stands in for the coordinator where there is nobody to communicate with."""
+    """Stands in for the coordinator where there is nobody to communicate with.
+
+    Args:
+        parameters: the trained parameters.
+        base: the user's optimizer.
+        settings: what the user chose, of which warm-up and clipping matter here.
+        stats: where steps are counted.
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         base: BaseOptimizer,
-        warmup_steps: int,
+        settings: Settings,
         stats: StatsRecorder,
     ) -> None:
         self.parameters = parameters
         self._base = base
         self._stats = stats
-        self._schedule = Schedule(warmup_steps, delay_steps=1, overlap_steps=0)
+        self._max_grad_norm = settings.max_grad_norm
+        self._schedule = Schedule(settings.warmup_steps, delay_steps=1, overlap_steps=0)
         self._inside_global_weights = False
 
     needs_synchronize = False
@@ -40,6 +50,8 @@ class SingleProcess:
             raise UsageError("step() is refused inside global_weights(). Leave the context first.")
         self._base.discard_materialised_state()
         if contribute:
+            if self._max_grad_norm is not None:
+                clip_gradients(self.parameters.tensors, self._max_grad_norm)
             self._base.step()
         self._stats.step()
         self._schedule.advance()

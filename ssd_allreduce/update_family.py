@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ class Replay:
     @property
     def divisor(self) -> float:
         """What the sums are divided by to give the gradient of the global update."""
-        return self.contributions / self.gradient_scale
+        # Clipping scales by 0 where the norm is infinite; sums over inf give what torch's clipping does.
+        return self.contributions / self.gradient_scale if self.gradient_scale else math.inf
 
 
 class Family(abc.ABC):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssd_allreduce import layout
+from ssd_allreduce import layout, ops
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.compensation import GlobalState, LocalRule
 from ssd_allreduce.families import noise
 from ssd_allreduce.group_options import StepOptions
-from ssd_allreduce.ops import Accumulation, Correction, accumulate_
+from ssd_allreduce.ops import Accumulation
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.update_family import Family, Replay
 
@@ -53,81 +54,57 @@ class AdamFamily(Family):
 
     def replay(self, weights: Sequence[Tensor], replay: Replay) -> None:
         for batch in self.parameters.batches:
-            for index in batch.indices:
-                self._replay_one(batch.group, index, weights[index], replay)
+            counts = [self._steps_made(index, batch.group) for index in batch.indices]
+            for before, indices in by_value(batch.indices, counts):
+                self._replay(batch.group, indices, before, weights, replay)
 
-    def _replay_one(self, group: int, index: int, weight: Tensor, replay: Replay) -> None:
-        entry = self.base.state[self.parameters.tensors[index]]
+    def _steps_made(self, index: int, group: int) -> int:
+        """Steps in a parameter's state, which is created where there is none yet."""
+        parameter = self.parameters.tensors[index]
+        entry = self.base.state[parameter]
         if not entry:
-            entry.update(self.initial_state(self.parameters.tensors[index], self.base.groups[group]))
-        moments = Moments(
-            noise.widened(weight).clone(), noise.widened(entry[FIRST]), noise.widened(entry[SECOND])
+            entry.update(self.initial_state(parameter, self.base.groups[group]))
+        return int(entry[STEP])
+
+    def _replay(
+        self, group: int, indices: list[int], before: int, weights: Sequence[Tensor], replay: Replay
+    ) -> None:
+        assert replay.squares is not None
+        steps, squares, corrections = replay.steps, replay.squares, replay.corrections
+        entries = [self.base.state[self.parameters.tensors[i]] for i in indices]
+        ops.replay_adam_(
+            [weights[i] for i in indices],
+            [entry[FIRST] for entry in entries],
+            [entry[SECOND] for entry in entries],
+            [replay.sums[i] for i in indices],
+            [squares[i] for i in indices],
+            [] if corrections is None else [corrections[i] for i in indices],
+            count=replay.contributions,
+            divisor=replay.divisor,
+            steps_before=before,
+            lrs=[options(group, "lr") for options in steps],
+            beta1s=[options(group, "betas[0]") for options in steps],
+            beta2s=[options(group, "betas[1]") for options in steps],
+            epsilons=[options(group, "eps") for options in steps],
+            weight_decays=[options(group, "weight_decay") for options in steps],
+            missing_noises=[noise.missing_noise(replay, position) for position in range(len(steps))],
+            decoupled=self.decoupled(group),
+            maximize=steps[-1](group, "maximize") != 0.0,
+            correction=replay.correction,
         )
-        gradient = noise.mean_gradient(replay, index)
-        variance = noise.gradient_variance(replay, index)
-        before = int(entry[STEP])
-        for position, options in enumerate(replay.steps):
-            step = AdamStep(options, group, self.decoupled(group), before + position + 1)
-            extra = variance * noise.missing_noise(replay, position)
-            moments.advance(step, gradient, extra)
-        if replay.corrections is not None:
-            rate = sum(options(group, "lr") for options in replay.steps)
-            _store_correction(replay, index, gradient, weight, moments.weight, rate)
-        weight.copy_(moments.weight)
-        entry[FIRST].copy_(moments.first)
-        entry[SECOND].copy_(moments.second)
-        entry[STEP].add_(len(replay.steps))
+        torch._foreach_add_([entry[STEP] for entry in entries], len(steps))
 
 
-def _store_correction(
-    replay: Replay, index: int, gradient: Tensor, before: Tensor, after: Tensor, rate: float
-) -> None:
-    assert replay.corrections is not None
-    if replay.correction == Correction.MEAN_GRADIENT:
-        replay.corrections[index].copy_(gradient)
-    elif rate != 0.0:
-        replay.corrections[index].copy_(before).sub_(after).div_(rate)
-
-
-class AdamStep:
-    """The numbers of one Adam step of one group."""
-
-    def __init__(self, options: StepOptions, group: int, decoupled: bool, step: int) -> None:
-        self.lr = options(group, "lr")
-        self.beta1 = options(group, "betas[0]")
-        self.beta2 = options(group, "betas[1]")
-        self.eps = options(group, "eps")
-        self.weight_decay = options(group, "weight_decay")
-        self.sign = -1.0 if options(group, "maximize") else 1.0
-        self.decoupled = decoupled
-        self.bias1 = 1.0 - self.beta1**step
-        self.bias2 = 1.0 - self.beta2**step
-
-
-class Moments:
-    """A weight with its two moments, all of one computing dtype."""
-
-    def __init__(self, weight: Tensor, first: Tensor, second: Tensor) -> None:
-        self.weight = weight
-        self.first = first
-        self.second = second
-
-    def advance(self, step: AdamStep, gradient: Tensor, variance: Tensor | None) -> None:
-        """One Adam step, with extra variance in the second moment's input."""
-        gradient = gradient * step.sign
-        if step.decoupled:
-            self.weight.mul_(1.0 - step.lr * step.weight_decay)
-        elif step.weight_decay != 0.0:
-            gradient = gradient.add_(self.weight, alpha=step.weight_decay)
-        self.first.mul_(step.beta1).add_(gradient, alpha=1.0 - step.beta1)
-        square = gradient.square() if variance is None else gradient.square().add_(variance)
-        self.second.mul_(step.beta2).add_(square, alpha=1.0 - step.beta2)
-        denominator = (self.second / step.bias2).sqrt_().add_(step.eps)
-        self.weight.addcdiv_(self.first, denominator, value=-step.lr / step.bias1)
+def by_value(indices: Sequence[int], values: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """The indices that belong to each value, in order; usually all belong to one."""
+    for value in dict.fromkeys(values):
+        yield value, [i for i, v in zip(indices, values, strict=True) if v == value]
 
 
 class AdamRule(LocalRule):
     """Adam's own update on the local weights, its moments seeded with the global ones."""
+
+    accumulates_squares = True
 
     def __init__(self, family: AdamFamily, gradient_scale: float) -> None:
         super().__init__(family.parameters, gradient_scale)
@@ -157,26 +134,37 @@ class AdamRule(LocalRule):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
-        if accumulation != Accumulation.NONE:
-            chosen = [gradients[i] for i in indices]
-            accumulate_([accumulators[i] for i in indices], chosen, accumulation == Accumulation.OVERWRITE)
-        for index in indices:
-            weight = self.parameters.tensors[index].detach()
-            moments = self._moments(index, noise.widened(weight))
-            self._steps[index] += 1
-            step = AdamStep(options, group, self._family.decoupled(group), self._steps[index])
-            moments.advance(step, noise.widened(gradients[index]) * self.gradient_scale, None)
-            if moments.weight.data_ptr() != weight.data_ptr():
-                weight.copy_(moments.weight)
+        accumulating = accumulation != Accumulation.NONE
+        assert sums.squares is not None
+        for before, chosen in by_value(indices, [self._steps[i] for i in indices]):
+            ops.local_adam_(
+                [self.parameters.tensors[i] for i in chosen],
+                [gradients[i] for i in chosen],
+                self._present(self._first, chosen),
+                self._present(self._second, chosen),
+                [sums.gradients[i] for i in chosen] if accumulating else [],
+                [sums.squares[i] for i in chosen] if accumulating else [],
+                lr=options(group, "lr"),
+                beta1=options(group, "betas[0]"),
+                beta2=options(group, "betas[1]"),
+                eps=options(group, "eps"),
+                weight_decay=options(group, "weight_decay"),
+                decoupled=self._family.decoupled(group),
+                maximize=options(group, "maximize") != 0.0,
+                gradient_scale=self.gradient_scale,
+                step=before + 1,
+                accumulation=accumulation,
+            )
+            for index in chosen:
+                self._steps[index] = before + 1
 
-    def _moments(self, index: int, weight: Tensor) -> Moments:
-        first, second = self._first[index], self._second[index]
-        assert first is not None
-        assert second is not None
-        return Moments(weight, first, second)
+    def _present(self, tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+        chosen = [tensors[i] for i in indices]
+        assert all(tensor is not None for tensor in chosen)
+        return chosen  # type: ignore[return-value]
 
     def snapshot(self) -> None:
         super().snapshot()
@@ -186,42 +174,28 @@ class AdamRule(LocalRule):
     def rebase(self, weights: Sequence[Tensor], state: GlobalState, steps: Sequence[StepOptions]) -> None:
         first, second, counts = state.tensors(FIRST), state.tensors(SECOND), _step_counts(state)
         for batch in self.parameters.batches:
-            for index in batch.indices:
-                self._rebase_one(
-                    batch.group, index, weights[index], first[index], second[index], counts[index], steps
+            for count, indices in by_value(batch.indices, [counts[i] for i in batch.indices]):
+                last = steps[-1]
+                decays, reach = moment_reach(batch.group, steps, count)
+                ops.rebase_adam_(
+                    [self.parameters.tensors[i] for i in indices],
+                    self._present(self._first, indices),
+                    self._present(self._second, indices),
+                    [weights[i] for i in indices],
+                    self._present(first, indices),
+                    self._present(second, indices),
+                    [self.weight_snapshots[i] for i in indices],
+                    self._present(self._first_snapshots, indices),
+                    self._present(self._second_snapshots, indices),
+                    first_decay=decays[0],
+                    second_decay=decays[1],
+                    displacement_factor=reach,
+                    beta2=last(batch.group, "betas[1]"),
+                    eps=last(batch.group, "eps"),
+                    step=count + len(steps),
                 )
-
-    def _rebase_one(
-        self,
-        group: int,
-        index: int,
-        global_weight: Tensor,
-        global_first: Tensor | None,
-        global_second: Tensor | None,
-        count: int,
-        steps: Sequence[StepOptions],
-    ) -> None:
-        first_snapshot, second_snapshot = self._first_snapshots[index], self._second_snapshots[index]
-        assert global_first is not None
-        assert global_second is not None
-        assert first_snapshot is not None
-        assert second_snapshot is not None
-        weight = self.parameters.tensors[index].detach()
-        local = self._moments(index, noise.widened(weight))
-        decay1, decay2, reach = 1.0, 1.0, 0.0
-        for position, options in enumerate(steps, start=1):
-            step = AdamStep(options, group, self._family.decoupled(group), count + position)
-            decay1 *= step.beta1
-            decay2 *= step.beta2
-            reach += step.lr * decay1 / step.bias1
-        self._steps[index] = count + len(steps)
-        first_change = noise.widened(global_first) - first_snapshot
-        second_change = noise.widened(global_second) - second_snapshot
-        denominator = (local.second / step.bias2).sqrt_().add_(step.eps)
-        shift = noise.widened(global_weight) - self.weight_snapshots[index]
-        weight.copy_(local.weight + shift.addcdiv_(first_change, denominator, value=-reach))
-        local.first.add_(first_change, alpha=decay1)
-        local.second.add_(second_change, alpha=decay2).clamp_(min=0.0)
+                for index in indices:
+                    self._steps[index] = count + len(steps)
 
     def export_state(self) -> dict[str, Any]:
         return {
@@ -240,6 +214,23 @@ class AdamRule(LocalRule):
         self._first_snapshots = self.copied(state["first_snapshots"])
         self._second_snapshots = self.copied(state["second_snapshots"])
         self._steps = list(state["steps"])
+
+
+def moment_reach(group: int, steps: Sequence[StepOptions], count: int) -> tuple[tuple[float, float], float]:
+    """What is left of a difference of the moments after the steps, and how far the first one's reached.
+
+    Args:
+        group: index of the param group.
+        steps: the options of the local steps since the sync point.
+        count: steps of the global state on which they now follow.
+    """
+    decay1, decay2, reach = 1.0, 1.0, 0.0
+    for position, options in enumerate(steps, start=1):
+        beta1 = options(group, "betas[0]")
+        decay1 *= beta1
+        decay2 *= options(group, "betas[1]")
+        reach += options(group, "lr") * decay1 / (1.0 - beta1 ** (count + position))
+    return (decay1, decay2), reach
 
 
 def _step_counts(state: GlobalState) -> list[int]:

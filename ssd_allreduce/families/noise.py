@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssd_allreduce import layout
 from ssd_allreduce.update_family import Replay
 
 
@@ -33,8 +32,3 @@ def gradient_variance(replay: Replay, index: int) -> Tensor:
 def missing_noise(replay: Replay, step: int) -> float:
     """What of the variance a synchronous step's mean has more than the mean over the whole period."""
     return 1.0 / replay.counts[step] - 1.0 / replay.contributions
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype that is computed in."""
-    return tensor.to(layout.compute_dtype(tensor.dtype))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ssd_allreduce import layout, ops
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.compensation import GlobalState, LocalRule, PlainRule
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation
@@ -97,22 +98,22 @@ class MomentumRule(LocalRule):
         indices: list[int],
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         if options(group, "momentum") == 0.0:
-            self._plain.update(group, indices, options, gradients, accumulators, accumulation)
+            self._plain.update(group, indices, options, gradients, sums, accumulation)
             return
         started = [i for i in indices if self._momenta[i] is not None]
         if started:
             dampening = options(group, "dampening")
-            self._step(group, started, options, dampening, gradients, accumulators, accumulation)
+            self._step(group, started, options, dampening, gradients, sums, accumulation)
         if len(started) == len(indices):
             return
         fresh = [i for i in indices if self._momenta[i] is None]
         for index in fresh:
             self._momenta[index] = self.new_state(index).zero_()
-        self._step(group, fresh, options, 0.0, gradients, accumulators, accumulation)
+        self._step(group, fresh, options, 0.0, gradients, sums, accumulation)
 
     def _step(
         self,
@@ -121,14 +122,14 @@ class MomentumRule(LocalRule):
         options: StepOptions,
         dampening: float,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         accumulation: Accumulation,
     ) -> None:
         ops.local_momentum_(
             [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
             [self._momenta[i] for i in indices],  # type: ignore[misc]
-            [accumulators[i] for i in indices] if accumulation != Accumulation.NONE else [],
+            [sums.gradients[i] for i in indices] if accumulation != Accumulation.NONE else [],
             lr=options(group, "lr"),
             momentum=options(group, "momentum"),
             dampening=dampening,

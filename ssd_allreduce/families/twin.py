@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ssd_allreduce import layout
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.compensation import GlobalState, LocalRule
 from ssd_allreduce.families import noise
@@ -157,13 +158,13 @@ class TwinRule(LocalRule):
         self,
         options: StepOptions,
         gradients: Sequence[Tensor],
-        accumulators: Sequence[Tensor],
+        sums: Sums,
         already_accumulated: frozenset[int],
         accumulation: Accumulation,
     ) -> None:
         rest = [i for i in range(len(self.parameters)) if i not in already_accumulated]
         accumulate_(
-            [accumulators[i] for i in rest],
+            [sums.gradients[i] for i in rest],
             [gradients[i] for i in rest],
             accumulation == Accumulation.OVERWRITE,
         )

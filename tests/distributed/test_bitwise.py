@@ -59,6 +59,22 @@ VARIANTS = {
     "two_param_groups": Variant(two_param_groups=True),
 }
 
+ON_THE_WIRE = (
+    "momentum",
+    "weight_decay",
+    "number_of_groups",
+    "list_of_groups",
+    "predivide_factor",
+    "fp16_compression",
+)
+"""Variants to try with every launcher and number of ranks, above all those that change what is sent."""
+
+
+def on_two_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    for launcher in ("mpirun", "horovodrun-gloo"):
+        test = pytest.mark.ranks(launcher, 2)(test)
+    return test
+
 
 class Trained:
     """A CNN that this rank trains, and how."""
@@ -124,13 +140,25 @@ SYNCHRONOUS = {
 }
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_synchronous_training_equals_plain_horovod(variant: Variant) -> None:
+def assert_equals_plain_horovod(variant: Variant) -> None:
     others = {name: Trained(variant, with_settings(**s)) for name, s in SYNCHRONOUS.items()}
     assert_same_training(Trained(variant, same), others)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("variant", ON_THE_WIRE)
+def test_synchronous_training_equals_plain_horovod(variant: str) -> None:
+    assert_equals_plain_horovod(VARIANTS[variant])
+
+
+@on_two_ranks
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(ON_THE_WIRE)))
+def test_options_that_every_launcher_treats_alike_equal_plain_horovod(variant: str) -> None:
+    assert_equals_plain_horovod(VARIANTS[variant])
+
+
+@on_two_ranks
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("variant", ["momentum", "fp16_compression", "two_backward_passes"])
 def test_bare_optimizer_equals_plain_horovod(variant: str) -> None:
@@ -144,6 +172,7 @@ def test_bare_optimizer_equals_plain_horovod(variant: str) -> None:
     assert_same_training(Trained(chosen, same), others)
 
 
+@on_two_ranks
 @pytest.mark.timeout(120)
 def test_gradients_sent_from_step_equal_plain_horovod() -> None:
     chosen = VARIANTS["momentum"]

@@ -82,6 +82,68 @@ def replay_sgd(x: Arrays, o: Options) -> Arrays:
     return result
 
 
+def adam_step(x: Arrays, o: Options, gradient: np.ndarray, extra: Any, step: int) -> Arrays:
+    """One step of Adam or AdamW, as torch's documentation gives it, with extra noise."""
+    w, d = x["weights"], gradient
+    if o["decoupled"]:
+        w = w - o["lr"] * o["weight_decay"] * w
+    else:
+        d = d + o["weight_decay"] * w
+    m = o["beta1"] * x["firsts"] + (1 - o["beta1"]) * d
+    u = o["beta2"] * x["seconds"] + (1 - o["beta2"]) * (d**2 + extra)
+    m_hat, u_hat = m / (1 - o["beta1"] ** step), u / (1 - o["beta2"] ** step)
+    return {"weights": w - o["lr"] * m_hat / (np.sqrt(u_hat) + o["eps"]), "firsts": m, "seconds": u}
+
+
+def local_adam(x: Arrays, o: Options) -> Arrays:
+    g = x["gradients"] * o["gradient_scale"]
+    result = adam_step(x, o, -g if o["maximize"] else g, 0.0, o["step"])
+    return result | accumulators(x, o) | squares(x, o)
+
+
+def squares(x: Arrays, o: Options) -> Arrays:
+    squared = x["gradients"] ** 2
+    if o["accumulation"] == 1:
+        return {"squares": x["squares"] + squared}
+    return {"squares": squared} if o["accumulation"] == 2 else {}
+
+
+def accumulate_squares(x: Arrays, o: Options) -> Arrays:
+    return squares(x, {"accumulation": 2 if o["overwrite"] else 1})
+
+
+def replay_adam(x: Arrays, o: Options) -> Arrays:
+    n, mean = o["count"], x["sums"] / o["divisor"]
+    variance: Any = 0.0
+    if n > 1:
+        biased = np.maximum(0.0, x["squares"] / n - (x["sums"] / n) ** 2)
+        variance = biased * n / (n - 1) * (n / o["divisor"]) ** 2
+    now = {name: x[name] for name in ("weights", "firsts", "seconds")}
+    for index in range(len(o["lrs"])):
+        step = {single: o[plural][index] for plural, single in ADAM_STEP_OPTIONS.items()}
+        step["decoupled"] = o["decoupled"]
+        gradient = -mean if o["maximize"] else mean
+        extra = o["missing_noises"][index] * variance
+        now = adam_step(now, step, gradient, extra, o["steps_before"] + index + 1)
+    if o["correction"] == 1:
+        now["corrections"] = mean
+    elif o["correction"] == 2 and sum(o["lrs"]) != 0:
+        now["corrections"] = (x["weights"] - now["weights"]) / sum(o["lrs"])
+    return now
+
+
+def rebase_adam(x: Arrays, o: Options) -> Arrays:
+    dm = x["global_firsts"] - x["first_snapshots"]
+    du = x["global_seconds"] - x["second_snapshots"]
+    dw = x["global_weights"] - x["weight_snapshots"]
+    denominator = np.sqrt(x["seconds"] / (1 - o["beta2"] ** o["step"])) + o["eps"]
+    return {
+        "weights": x["weights"] + dw - o["displacement_factor"] * dm / denominator,
+        "firsts": x["firsts"] + o["first_decay"] * dm,
+        "seconds": np.maximum(0.0, x["seconds"] + o["second_decay"] * du),
+    }
+
+
 def rebase_momentum(x: Arrays, o: Options) -> Arrays:
     dv = x["global_momenta"] - x["momentum_snapshots"]
     dw = x["global_weights"] - x["weight_snapshots"]
@@ -109,6 +171,11 @@ class Operation:
 factor = st.floats(-1, 1).map(lambda value: round(value, 3))
 fraction = st.floats(0, 1).map(lambda value: round(value, 3))
 boolean = st.booleans()
+# Away from 1, where bias corrections vanish, and second moments away from 0, where square roots
+# magnify rounding.
+first_decay = st.floats(0, 0.9).map(lambda value: round(value, 3))
+second_decay = st.floats(0.5, 0.99).map(lambda value: round(value, 3))
+epsilon = st.floats(0.1, 1).map(lambda value: round(value, 3))
 accumulation = st.sampled_from((0, 1, 2))
 
 OPERATIONS = (
@@ -151,10 +218,89 @@ OPERATIONS = (
         local_plain,
     ),
     Operation(
+        "local_adam_",
+        {
+            "weights": PARAMETER,
+            "gradients": PARAMETER,
+            "firsts": STATE,
+            "seconds": STATE,
+            "accumulators": STATE,
+            "squares": STATE,
+        },
+        {
+            "lr": fraction,
+            "beta1": first_decay,
+            "beta2": second_decay,
+            "eps": epsilon,
+            "weight_decay": fraction,
+            "decoupled": boolean,
+            "maximize": boolean,
+            "gradient_scale": factor,
+            "step": st.integers(1, 1000),
+            "accumulation": accumulation,
+        },
+        local_adam,
+    ),
+    Operation(
         "accumulate_",
         {"accumulators": STATE, "gradients": PARAMETER},
         {"overwrite": boolean},
         accumulate,
+    ),
+    Operation(
+        "accumulate_squares_",
+        {"squares": STATE, "gradients": PARAMETER},
+        {"overwrite": boolean},
+        accumulate_squares,
+    ),
+    Operation(
+        "replay_adam_",
+        {
+            "weights": PARAMETER,
+            "firsts": PARAMETER,
+            "seconds": PARAMETER,
+            "sums": STATE,
+            "squares": STATE,
+            "corrections": STATE,
+        },
+        {
+            "count": st.integers(1, 64),
+            "divisor": st.integers(1, 64).map(float),
+            "steps_before": st.integers(0, 1000),
+            "lrs": fraction,
+            "beta1s": first_decay,
+            "beta2s": second_decay,
+            "epsilons": epsilon,
+            "weight_decays": fraction,
+            "missing_noises": fraction,
+            "decoupled": boolean,
+            "maximize": boolean,
+            "correction": st.sampled_from((0, 1, 2)),
+        },
+        replay_adam,
+    ),
+    Operation(
+        "rebase_adam_",
+        {
+            "weights": PARAMETER,
+            "firsts": STATE,
+            "seconds": STATE,
+            "global_weights": PARAMETER,
+            "global_firsts": PARAMETER,
+            "global_seconds": PARAMETER,
+            "weight_snapshots": STATE,
+            "first_snapshots": STATE,
+            "second_snapshots": STATE,
+        },
+        {
+            "first_decay": fraction,
+            "second_decay": fraction,
+            "displacement_factor": factor,
+            "beta2": second_decay,
+            "eps": epsilon,
+            "step": st.integers(1, 1000),
+        },
+        rebase_adam,
     ),
     Operation(
         "replay_sgd_",
@@ -192,7 +338,15 @@ OPERATIONS = (
         rebase_shift,
     ),
 )
-PER_STEP = ("lrs", "momentum_factors", "dampenings", "weight_decays")
+ADAM_STEP_OPTIONS = {
+    "lrs": "lr",
+    "beta1s": "beta1",
+    "beta2s": "beta2",
+    "epsilons": "eps",
+    "weight_decays": "weight_decay",
+}
+PER_STEP = (*ADAM_STEP_OPTIONS, "missing_noises", "momentum_factors", "dampenings")
+POSITIVE = ("seconds", "global_seconds")
 
 
 @dataclass(frozen=True)
@@ -219,7 +373,9 @@ class Call:
         lists: dict[str, list[Tensor]] = {name: [] for name in self.operation.lists}
         for parameter in self.parameters:
             for (name, kind), layout in zip(self.operation.lists.items(), parameter.layouts, strict=True):
-                values = torch.from_numpy(generator.standard_normal(parameter.shape))
+                values = torch.from_numpy(np.asarray(generator.standard_normal(parameter.shape)))
+                if name in POSITIVE:
+                    values = values.abs() + 0.25
                 dtype = parameter.dtype if kind == PARAMETER else state_dtype(parameter.dtype)
                 lists[name].append(lay_out(values.to(dtype), layout))
         return lists | {name: [] for name in self.omitted} | self.options
@@ -287,6 +443,7 @@ def needs(options: Options) -> dict[str, bool]:
     """Which of the lists that may be empty a call with these options needs."""
     return {
         "accumulators": options.get("accumulation", 1) != 0,
+        "squares": options.get("accumulation", 1) != 0,
         "momenta": any(options.get("momentum_factors", [1])),
         "corrections": options.get("correction", 1) != 0,
     }
@@ -308,6 +465,15 @@ def plain_call(
         "momentum_factors": [0.9, 0.8],
         "dampenings": [0.0, 0.1],
         "weight_decays": [0.0, 0.01],
+        "beta1s": [0.9, 0.8],
+        "beta2s": [0.99, 0.9],
+        "epsilons": [0.1, 0.2],
+        "missing_noises": [0.2, 0.3],
+        "beta2": 0.99,
+        "count": 8,
+        "step": 3,
+        "steps_before": 2,
+        "decoupled": True,
     }
     options = {name: values.get(name, 0.3) for name in operation.options}
     parameter = Parameter(shape, dtype, ("contiguous",) * len(operation.lists))

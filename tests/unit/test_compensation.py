@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ssd_allreduce import layout
+from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.compensation import LocalRule, make_rule
 from ssd_allreduce.families import choose_family
@@ -70,7 +71,8 @@ class Local:
         done: bool = False,
     ) -> None:
         already = frozenset([0]) if done else frozenset[int]()
-        self.rule.local_step(self.options(options), [gradient], [self.accumulator], already, accumulation)
+        sums = Sums([self.accumulator], None)
+        self.rule.local_step(self.options(options), [gradient], sums, already, accumulation)
 
     @property
     def now(self) -> Tensor:

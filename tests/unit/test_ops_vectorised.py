@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 KERNEL = re.compile(r"apply_rule_(?P<target>avx2|baseline)<(?P<dtype>[\w:]+), (?P<rule>.*)>\(ssd")
-SCALAR_ARITHMETIC = re.compile(r"^v?(add|sub|mul|div)s[sd]\b")
-PACKED_ARITHMETIC = re.compile(r"^v?(add|sub|mul|div)p[sd]\b")
+SCALAR_ARITHMETIC = re.compile(r"^v?(add|sub|mul|div|sqrt)s[sd]\b")
+PACKED_ARITHMETIC = re.compile(r"^v?(add|sub|mul|div|sqrt)p[sd]\b")
 FUSED = re.compile(r"^vfn?m(add|sub)")
 
 RULES = {
@@ -29,6 +29,13 @@ RULES = {
     ),
     "Accumulating<OnlyGradient>",
     "Overwriting<OnlyGradient>",
+    "LocalAdam",
+    "AccumulatingSquare<Accumulating<LocalAdam>>",
+    "OverwritingSquare<Overwriting<LocalAdam>>",
+    "AccumulatingSquare<OnlyGradient>",
+    "OverwritingSquare<OnlyGradient>",
+    *(f"ReplayAdam {kind}" for kind in range(3)),
+    "RebaseAdam",
     *(f"ReplaySgd {momentum} {kind}" for momentum in ("false", "true") for kind in range(3)),
     "RebaseMomentum",
     "RebaseShift",
@@ -43,6 +50,9 @@ def short_name(rule: str) -> str:
     replay = re.fullmatch(r"ReplaySgd<\w+,(false|true),\(Correction\)(\d)>", rule)
     if replay:
         return f"ReplaySgd {replay[1]} {replay[2]}"
+    replay = re.fullmatch(r"ReplayAdam<\w+,\(Correction\)(\d)>", rule)
+    if replay:
+        return f"ReplayAdam {replay[1]}"
     return re.sub(r"<(float|double)>", "", rule)
 
 

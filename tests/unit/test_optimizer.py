@@ -79,6 +79,17 @@ def test_one_rank_is_the_base_optimizers_own_step(options: dict[str, Any]) -> No
     assert equal(weights(model), weights(plain))
 
 
+def test_one_rank_clips_as_several_do() -> None:
+    model, other = small_model(), small_model()
+    options: dict[str, Any] = {"delay_steps": 1, "max_grad_norm": 0.01}
+    train(model, wrap(model, Loopback(1), **options), 4)
+    train(other, wrap(other, Loopback(2), **options), 4)
+    plain = small_model()
+    train(plain, sgd(plain), 4)
+    assert equal(weights(model), weights(other))
+    assert not equal(weights(model), weights(plain))
+
+
 @pytest.mark.parametrize("options", [{"delay_steps": 1}, {"delay_steps": 4, "warmup_steps": 99}])
 @pytest.mark.parametrize(
     "base",
@@ -341,6 +352,28 @@ def test_a_scaler_is_noticed_when_it_comes_too_late() -> None:
     train_step(model, optimizer)
     with pytest.raises(UsageError, match=r"GradScaler.*already sent scaled gradients.*issue='step'"):
         scaled_step(model, optimizer, scaler, 1)
+
+
+def test_after_an_error_and_its_remedy_gradients_are_unscaled_once() -> None:
+    """torch leaves the scale on an optimizer whose step has raised, and multiplies the next one by it."""
+    model, plain = small_model(), small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrap(model, Loopback(2), warmup_steps=9)
+    scaled_step(model, optimizer, scaler, 0)
+    fill(model, 0.25)
+    with pytest.raises(WeightsChangedError):
+        scaled_step(model, optimizer, scaler, 1)
+    scaler.update()
+    optimizer.adopt_weights()
+    before = weights(model)
+    scaled_step(model, optimizer, scaler, 2)
+    optimizer.close()
+    other = sgd(plain)
+    train_step(plain, other, 0)
+    fill(plain, 0.25)
+    train_step(plain, other, 2)
+    assert not equal(weights(model), before)
+    assert equal(weights(model), weights(plain))
 
 
 # -- synchronize() -------------------------------------------------------------------------------

@@ -325,6 +325,17 @@ def test_a_group_that_is_not_complete_in_backward_leaves_in_step() -> None:
     assert [p.grad.tolist() for p in alone.parameters] == [[2.0], [0.0, 0.0], [0.0] * 3]  # type: ignore[union-attr]
 
 
+def test_tensors_outside_any_group_leave_on_their_own() -> None:
+    """Horovod's groups may miss some: those unfrozen since, or all of them where it has one process."""
+    alone = Alone(groups=[(1,)])
+    alone.reducer.mode = HookMode.REDUCE_GRADIENT
+    alone.backward(2, 1, 0)
+    alone.reducer.reduce_gradients(contribute=True)
+    assert [sent.sizes for sent in alone.engine.sent] == [(3,), (2,), (1,)]
+    alone.reducer.finish_gradients()
+    assert alone.engine.open_operations == []
+
+
 def test_the_predivide_factor_is_split_as_horovod_splits_it() -> None:
     alone = Alone(wire=WireFormat(predivide=4.0))
     alone.backward(0, 1, 2)

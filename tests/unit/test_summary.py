@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -93,6 +94,7 @@ def test_counts_per_launcher(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", "-q", "--counts-json", str(written), str(tmp_path)],
         capture_output=True,
         cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
         timeout=60,
         check=False,
     )
