@@ -9,22 +9,18 @@
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <limits>
 #include <utility>
 
+#include "launch.cuh"
 #include "operations.h"
 #include "vector_cuda.cuh"
 
 namespace ssd_allreduce {
 
-constexpr int kThreads = 256;
-// What every toolkit and driver allows. Newer ones allow 32764 bytes, of which all would have to be
-// copied with each launch.
-constexpr std::size_t kArgumentBytes = 4096;
 constexpr int8_t kUnaligned = -1;
 
 // How a rule's streams are cut into lines, packs and tiles.
@@ -220,7 +216,7 @@ __global__ void __launch_bounds__(kThreads) store_steps(const Steps<Step> steps)
 template <typename Rule, typename = void>
 class RuleOnDevice {
  public:
-  RuleOnDevice(const Rule& rule, const c10::cuda::CUDAStream&) : rule_(rule) {}
+  RuleOnDevice(const Rule& rule, cudaStream_t) : rule_(rule) {}
 
   const Rule& rule() const { return rule_; }
 
@@ -234,7 +230,7 @@ class RuleOnDevice {
 template <typename Rule>
 class RuleOnDevice<Rule, std::void_t<decltype(std::declval<const Rule&>().steps)>> {
  public:
-  RuleOnDevice(const Rule& rule, const c10::cuda::CUDAStream& stream) : rule_(rule) {
+  RuleOnDevice(const Rule& rule, cudaStream_t stream) : rule_(rule) {
     using Step = std::decay_t<decltype(*rule.steps)>;
     static_assert(std::is_trivially_copyable_v<Step>);
     if (rule.step_count == 0) {
@@ -248,8 +244,7 @@ class RuleOnDevice<Rule, std::void_t<decltype(std::declval<const Rule&>().steps)
       steps.count =
           static_cast<int>(std::min<int64_t>(rule.step_count - begin, Steps<Step>::kCapacity));
       std::copy_n(rule.steps + begin, steps.count, steps.values);
-      store_steps<<<1, kThreads, 0, stream>>>(steps);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      launch_kernel(store_steps<Step>, 1, steps, stream);
     }
     rule_.steps = stored;
   }
@@ -264,14 +259,11 @@ class RuleOnDevice<Rule, std::void_t<decltype(std::declval<const Rule&>().steps)
 };
 
 template <typename T, typename Rule>
-void launch(Batch<T, Rule>& batch, const c10::cuda::CUDAStream& stream) {
-  static_assert(sizeof(Batch<T, Rule>) <= kArgumentBytes);
-  if (batch.empty()) {
-    return;
+void launch(Batch<T, Rule>& batch, cudaStream_t stream) {
+  if (!batch.empty()) {
+    launch_kernel(apply_rule<T, Rule>, batch.tiles(), batch, stream);
+    batch.count = 0;
   }
-  apply_rule<<<batch.tiles(), kThreads, 0, stream>>>(batch);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  batch.count = 0;
 }
 
 struct CudaBackend {

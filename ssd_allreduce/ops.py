@@ -393,11 +393,12 @@ def rebase_shift_(
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the CPU, that notices a scaled, replaced or zeroed tensor.
+    """One int64 for each tensor, on their device, that notices a scaled, replaced or zeroed tensor.
 
     The wrapping sum of ``w * (w ^ 0x9E3779B9)`` over the elements' bits, read as unsigned words
     ``w`` of at most 32 bits: elements of 1, 2 or 4 bytes are one word, of 8 bytes two. It does not
-    depend on the memory layout, nor notice elements that change places.
+    depend on the memory layout, nor notice elements that change places. All tensors are on one
+    device; the call does not wait for it, reading the result does.
     """
     result: Tensor = _ops.checksum.default(tensors)
     return result
