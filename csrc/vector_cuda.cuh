@@ -2,7 +2,9 @@
 
 #pragma once
 
-#include <cstdint>
+#include <cuda_runtime.h>
+
+#include <cstring>
 
 #include "glu_math.h"
 
@@ -56,37 +58,47 @@ GLU_INLINE Pack<C, kSize> positive_part(const Pack<C, kSize>& a) {
 #undef SSD_ALLREDUCE_PACK_OPERATOR
 #undef SSD_ALLREDUCE_EACH_LANE
 
-constexpr int kAccessBytes = 16;
+constexpr int kAccessBytes = sizeof(uint4);
 
-// Neighbouring elements in memory that starts at a multiple of 16 bytes.
-template <typename Element, int kSize>
-struct alignas(kAccessBytes) Line {
-  Element elements[kSize];
-};
-
-// Loads kSize / kWidth lines, `stride` elements apart, into the lanes of a pack.
+// Loads kSize / kWidth lines of kWidth elements, `stride` elements apart, into the lanes of a pack.
+// Lines begin at multiples of 16 bytes and are accessed 16 bytes at a time: left to itself, the
+// compiler takes elements of class type apart.
 template <int kWidth, typename Element, typename C, int kSize>
 __device__ __forceinline__ void load_lines(Pack<C, kSize>& pack, const Element* from, int stride) {
+  constexpr int kAccesses = kWidth * sizeof(Element) / kAccessBytes;
 #pragma unroll
   for (int line = 0; line < kSize / kWidth; ++line) {
-    const auto loaded = *reinterpret_cast<const Line<Element, kWidth>*>(from + line * stride);
+    uint4 words[kAccesses];
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      words[i] = reinterpret_cast<const uint4*>(from + line * stride)[i];
+    }
+    Element elements[kWidth];
+    std::memcpy(elements, words, sizeof(words));
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      pack.lanes[line * kWidth + i] = static_cast<C>(loaded.elements[i]);
+      pack.lanes[line * kWidth + i] = static_cast<C>(elements[i]);
     }
   }
 }
 
 template <int kWidth, typename Element, typename C, int kSize>
 __device__ __forceinline__ void store_lines(Element* to, const Pack<C, kSize>& pack, int stride) {
+  constexpr int kAccesses = kWidth * sizeof(Element) / kAccessBytes;
 #pragma unroll
   for (int line = 0; line < kSize / kWidth; ++line) {
-    Line<Element, kWidth> stored;
+    Element elements[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      stored.elements[i] = static_cast<Element>(pack.lanes[line * kWidth + i]);
+      elements[i] = static_cast<Element>(pack.lanes[line * kWidth + i]);
     }
-    *reinterpret_cast<Line<Element, kWidth>*>(to + line * stride) = stored;
+    uint4 words[kAccesses];
+    std::memcpy(words, elements, sizeof(words));
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      // An ordinary store by its effect, which the compiler does not take apart.
+      __stwb(reinterpret_cast<uint4*>(to + line * stride) + i, words[i]);
+    }
   }
 }
 

@@ -15,6 +15,12 @@ struct dim3 {
   explicit dim3(unsigned count = 1) : x(count) {}
 };
 
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+inline void __stwb(uint4* to, uint4 value) { *to = value; }
+
 using cudaStream_t = int;
 using cudaError_t = int;
 
