@@ -60,6 +60,18 @@ GLU_INLINE Pack<C, kSize> positive_part(const Pack<C, kSize>& a) {
 
 constexpr int kAccessBytes = sizeof(uint4);
 
+// An ordinary store to global memory that the compiler does not take apart.
+__device__ __forceinline__ void store_16_bytes(uint4* to, const uint4& words) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+#else
+  *to = words;
+#endif
+}
+
 // Loads kSize / kWidth lines of kWidth elements, `stride` elements apart, into the lanes of a pack.
 // Lines begin at multiples of 16 bytes and are accessed 16 bytes at a time: left to itself, the
 // compiler takes elements of class type apart.
@@ -96,8 +108,7 @@ __device__ __forceinline__ void store_lines(Element* to, const Pack<C, kSize>& p
     std::memcpy(words, elements, sizeof(words));
 #pragma unroll
     for (int i = 0; i < kAccesses; ++i) {
-      // An ordinary store by its effect, which the compiler does not take apart.
-      __stwb(reinterpret_cast<uint4*>(to + line * stride) + i, words[i]);
+      store_16_bytes(reinterpret_cast<uint4*>(to + line * stride) + i, words[i]);
     }
   }
 }

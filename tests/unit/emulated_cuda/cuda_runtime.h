@@ -19,8 +19,6 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-inline void __stwb(uint4* to, uint4 value) { *to = value; }
-
 using cudaStream_t = int;
 using cudaError_t = int;
 
