@@ -302,16 +302,23 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     def seconds(self, function: Callable[[], None]) -> float:
-        self.synchronize()
+        return self._on_gpu(function) if self.device == "cuda" else self._on_cpu(function)
+
+    def _on_cpu(self, function: Callable[[], None]) -> float:
         start = time.perf_counter()
         function()
-        self.synchronize()
         return time.perf_counter() - start
+
+    def _on_gpu(self, function: Callable[[], None]) -> float:
+        """Between two events on the stream: the time to start a kernel counts only where the GPU waits."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 @dataclass
@@ -448,6 +455,13 @@ def row(result: dict[str, Any]) -> str:
     )
 
 
+def kernels_of(device: str) -> str:
+    if device == "cpu":
+        return ops.IMPLEMENTATION
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return "compiled" if has_kernel("ssd_allreduce::local_plain_", "CUDA") else "reference"
+
+
 def parse_arguments() -> argparse.Namespace:
     names = [operation.name for operation in OPERATIONS]
     parser = argparse.ArgumentParser(
@@ -461,15 +475,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=lambda text: int(float(text)), default=SIZES)
     parser.add_argument("--threads", type=int, default=None, help="default: torch's own number")
     parser.add_argument("--rounds", type=int, default=None, help="default: 101, from 10^7 on 11")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU and a CUDA build of torch; torch finds none here")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"kernels: {ops.IMPLEMENTATION}, device: {arguments.device}, torch {torch.__version__}")
-    print(f"threads: {torch.get_num_threads()}")
+    print(f"kernels: {kernels_of(arguments.device)}, device: {arguments.device}, torch {torch.__version__}")
+    print(
+        f"threads: {torch.get_num_threads()}" if arguments.device == "cpu" else torch.cuda.get_device_name()
+    )
     print(HEADER)
     results: list[dict[str, Any]] = []
     copy_gbps: dict[int, list[float]] = {}
