@@ -222,10 +222,10 @@ def pip_cuda_folders(site_packages: Path, torch_cuda: str | None) -> list[Path]:
     root = site_packages / "nvidia"
     if torch_cuda is None or not root.is_dir():
         return []
-    merged = root / f"cu{parse_version(torch_cuda)[0]}"
-    others = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("cu"))
-    single = [*others, *sorted(root.glob("cuda_*"))]
-    return [folder for folder in (merged, *dict.fromkeys(single)) if folder.is_dir()]
+    merged = f"cu{parse_version(torch_cuda)[0]}"
+    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    single = [path for path in folders if not re.fullmatch(r"cu\d+", path.name)]
+    return [path for path in folders if path.name == merged] + single
 
 
 def include_flags(pip_folders: list[Path]) -> list[str]:
