@@ -43,6 +43,7 @@ EMULATION = Path(__file__).parent / "emulated_cuda"
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
 
 pytestmark = [
+    pytest.mark.timeout(600),  # the first test waits for the compiler
     pytest.mark.skipif(COMPILER is None, reason="compiles C++, and neither CXX nor g++ is there"),
     pytest.mark.skipif(ops.IMPLEMENTATION != "compiled", reason="compares with the compiled CPU kernels"),
 ]
@@ -59,7 +60,7 @@ def compile_emulation(library: Path) -> None:
     command += [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
     command += ["-x", "c++", str(EMULATION / "operations.cpp"), str(ROOT / "csrc/tensor_lists.cpp")]
     command += ["-o", str(library), f"-L{headers.parent / 'lib'}", "-lc10", "-ltorch_cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
