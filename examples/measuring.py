@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-import horovod.torch.optimizer
 import torch
 from torch import Tensor
 
@@ -35,8 +34,10 @@ class HorovodMeter:
         self._calls: Counter[str] = Counter()
         self._bytes = 0
         self._waited = 0.0
-        self._allreduce = horovod.torch.optimizer.allreduce_async_
-        horovod.torch.optimizer.allreduce_async_ = self._counted_allreduce
+        import horovod.torch.optimizer as module
+
+        self._allreduce = module.allreduce_async_
+        module.allreduce_async_ = self._counted_allreduce
         self._synchronize = optimizer.synchronize
         optimizer.synchronize = self._timed_synchronize
 

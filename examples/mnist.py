@@ -2,6 +2,11 @@
 
     horovodrun -np 2 python examples/mnist.py --optimizer ssd
 
+SSD-SGD needs no Horovod: torch.distributed or mpi4py carry it too.
+
+    torchrun --nproc-per-node 2 examples/mnist.py
+    mpirun -np 2 python examples/mnist.py --engine mpi
+
 Everything a real training script has is here: a learning rate that follows the number of ranks, a
 sampler per rank, a scheduler, evaluation, a checkpoint that a later run resumes from, and a log.
 """
@@ -16,7 +21,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from measuring import Recorder, recorder_for
@@ -27,16 +31,29 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import ssd_allreduce as ssd
+from ssd_allreduce.communicators import Communicator, ReduceOp
+
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
 
 TRAIN_DIGITS = 4000
+PATIENCE_SECONDS = 600
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="MNIST with Horovod, plainly or with SSD-SGD.",
+        description="MNIST with plain Horovod or with SSD-SGD.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--optimizer", choices=("horovod", "ssd"), default="ssd")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "horovod", "mpi", "torch"),
+        default="auto",
+        help="what carries the gradients; auto: torch under torchrun, else Horovod if it is installed",
+    )
     parser.add_argument("--delay-steps", type=int, default=8, help="k: steps per allreduce")
     parser.add_argument(
         "--overlap-steps",
@@ -94,16 +111,32 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
+def start(arguments: argparse.Namespace) -> Communicator:
+    """Join the other ranks through the engine that was chosen."""
+    by_torchrun = torch.distributed.is_torchelastic_launched()
+    if hvd is not None and (
+        arguments.engine == "horovod" or (arguments.engine == "auto" and not by_torchrun)
+    ):
+        hvd.init()
+    return ssd.choose_communicator(arguments.engine)
+
+
 def build_optimizer(
-    arguments: argparse.Namespace, model: nn.Module, steps_per_epoch: int
+    arguments: argparse.Namespace, model: nn.Module, engine: Communicator, steps_per_epoch: int
 ) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
         model.parameters(),
-        lr=arguments.lr * hvd.size(),
+        lr=arguments.lr * engine.size,
         momentum=arguments.momentum,
         weight_decay=arguments.weight_decay,
     )
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    options: dict[str, Any] = {}
+    if hvd is not None and hvd.is_initialized():
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    elif arguments.optimizer == "horovod":
+        raise SystemExit("--optimizer horovod is plain Horovod: it needs that, and --engine horovod.")
+    else:
+        options = {"named_parameters": model.named_parameters(), "communicator": engine}
     if arguments.optimizer == "ssd":
         warmup_steps = arguments.warmup_steps
         optimizer = ssd.DistributedOptimizer(
@@ -111,6 +144,7 @@ def build_optimizer(
             delay_steps=arguments.delay_steps,
             overlap_steps=arguments.overlap_steps,
             warmup_steps=steps_per_epoch if warmup_steps is None else warmup_steps,
+            **options,
         )
     return optimizer
 
@@ -129,32 +163,34 @@ def global_weights(optimizer: torch.optim.Optimizer) -> AbstractContextManager[A
 
 
 class Training:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, engine: Communicator) -> None:
         self.arguments = arguments
+        self.engine = engine
         torch.manual_seed(arguments.seed)
         train, test = load_digits()
         self.sampler = DistributedSampler(
-            train, num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed
+            train, num_replicas=engine.size, rank=engine.rank, seed=arguments.seed
         )
         self.batches = DataLoader(
             train, batch_size=arguments.batch_size, sampler=self.sampler, drop_last=True
         )
         # Each rank tests its own share; the sums are put together in evaluate().
         self.test_batches = DataLoader(
-            torch.utils.data.Subset(test, range(hvd.rank(), len(test), hvd.size())), batch_size=250
+            torch.utils.data.Subset(test, range(engine.rank, len(test), engine.size)), batch_size=250
         )
         self.test_digits = len(test)
         self.model = SmallCNN()
-        self.optimizer = build_optimizer(arguments, self.model, len(self.batches))
+        self.optimizer = build_optimizer(arguments, self.model, engine, len(self.batches))
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, T_max=arguments.epochs * len(self.batches)
         )
         self.recorder: Recorder = recorder_for(self.optimizer, enabled=arguments.record is not None)
         self.first_epoch = self.resume()
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        for name, tensor in self.model.state_dict().items():
+            engine.broadcast(tensor, 0, name, PATIENCE_SECONDS)
 
     def checkpoint_path(self) -> Path:
-        return self.arguments.checkpoints / f"rank{hvd.rank()}.pt"
+        return self.arguments.checkpoints / f"rank{self.engine.rank}.pt"
 
     def resume(self) -> int:
         if self.arguments.checkpoints is None or not self.checkpoint_path().exists():
@@ -194,7 +230,7 @@ class Training:
                 test_accuracy=test_accuracy,
                 seconds=time.perf_counter() - started,
             )
-        if hvd.rank() == 0 and self.arguments.record is not None:
+        if self.engine.rank == 0 and self.arguments.record is not None:
             self.recorder.write(self.arguments.record, time.perf_counter() - started)
 
     def train_epoch(self, epoch: int) -> float:
@@ -203,7 +239,7 @@ class Training:
         progress = tqdm(
             self.batches,
             desc=f"{self.arguments.optimizer}, epoch {epoch + 1}/{self.arguments.epochs}",
-            disable=hvd.rank() != 0,
+            disable=self.engine.rank != 0,
             mininterval=0.5,
             ncols=80,
         )
@@ -227,11 +263,12 @@ class Training:
                 scores = self.model(images)
                 sums[0] += functional.cross_entropy(scores, labels, reduction="sum")
                 sums[1] += (scores.argmax(dim=1) == labels).sum()
-        loss, correct = hvd.allreduce(sums, op=hvd.Sum, name="evaluation").tolist()
+        self.engine.wait(self.engine.allreduce_async([sums], "evaluation", ReduceOp.SUM), PATIENCE_SECONDS)
+        loss, correct = sums.tolist()
         return loss / self.test_digits, correct / self.test_digits
 
     def log(self, **figures: float) -> None:
-        if hvd.rank() != 0:
+        if self.engine.rank != 0:
             return
         print("  " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         if self.arguments.csv is not None:
@@ -245,10 +282,10 @@ class Training:
 
 def main() -> None:
     arguments = parse_arguments()
-    hvd.init()
+    engine = start(arguments)
     # Ranks share the cores of this machine.
     torch.set_num_threads(1)
-    Training(arguments).run()
+    Training(arguments, engine).run()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Starts a program in several ranks on this machine, with the flags that the launcher at hand needs.
 #
-#   scripts/launch.sh [--launcher mpirun|horovodrun-gloo|horovodrun-mpi] [-n RANKS] -- COMMAND...
+#   scripts/launch.sh [--launcher LAUNCHER] [-n RANKS] -- COMMAND...
 #   scripts/launch.sh --print ...      shows the command instead of running it
+#
+# LAUNCHER: mpirun, mpirun-mpi4py (the same, for programs that use MPI without Horovod), horovodrun-gloo,
+# horovodrun-mpi or torchrun.
 
 set -euo pipefail
 
 LIBRARY="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/lib"
-LAUNCHERS="mpirun, horovodrun-gloo, horovodrun-mpi"
+LAUNCHERS="mpirun, mpirun-mpi4py, horovodrun-gloo, horovodrun-mpi, torchrun"
 
 usage_error() {
     printf 'launch.sh: %s\n' "$1" >&2
@@ -64,7 +67,7 @@ mpirun_command() {
     COMMAND+=("${PROGRAM[@]}")
 }
 
-# As one word, so that horovodrun takes no option of the program for its own.
+# As one word, so that horovodrun and torchrun take no option of the program for its own.
 shield_program() {
     PROGRAM=(bash "$LIBRARY/exec_words.sh" "$(printf '%q ' "${PROGRAM[@]}")")
 }
@@ -88,11 +91,20 @@ horovodrun_mpi_command() {
     COMMAND+=("${PROGRAM[@]}")
 }
 
+# A port of its own, so that launches do not meet; gloo would look for an address of the host's name.
+torchrun_command() {
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+    shield_program
+    COMMAND=(torchrun --nproc-per-node "$RANKS" --standalone --no-python "${PROGRAM[@]}")
+}
+
 parse_arguments "$@"
 # shellcheck source=scripts/env.sh
 source "$LIBRARY/../env.sh"
 case "$LAUNCHER" in
-    mpirun) mpirun_command ;;
+    # The same ranks; which engine joins them is the program's choice.
+    mpirun | mpirun-mpi4py) mpirun_command ;;
+    torchrun) torchrun_command ;;
     horovodrun-gloo) horovodrun_gloo_command ;;
     horovodrun-mpi) horovodrun_mpi_command ;;
     *) usage_error "'$LAUNCHER' is not a launcher; there are $LAUNCHERS" ;;

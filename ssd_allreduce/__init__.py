@@ -5,7 +5,7 @@ optimizer = ssd_allreduce.DistributedOptimizer(optimizer, delay_steps=8, overlap
 
 from __future__ import annotations
 
-from ssd_allreduce.communicators import Loopback
+from ssd_allreduce.communicators import Loopback, choose_communicator
 from ssd_allreduce.errors import (
     BackwardPassesError,
     CommunicationError,
@@ -36,4 +36,5 @@ __all__ = [
     "Stats",
     "UsageError",
     "WeightsChangedError",
+    "choose_communicator",
 ]

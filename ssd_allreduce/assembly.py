@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ssd_allreduce.buffers import BufferAverager
+from ssd_allreduce.communicators.ordered import matched_by_name
 from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
 from ssd_allreduce.compensation import make_rule
 from ssd_allreduce.control_channel import ControlChannel
@@ -25,7 +26,22 @@ _instances: Counter[str] = Counter()
 
 def make_transport(communicator: Communicator, settings: Settings, stats: StatsRecorder) -> Transport:
     _instances[communicator.key] += 1
-    return Transport(communicator, f"ssd.{_instances[communicator.key]}", settings.timeout, stats)
+    prefix = f"ssd.{_instances[communicator.key]}"
+    engine = matched_by_name(communicator, settings.bucket_bytes, settings.timeout)
+    return Transport(engine, prefix, settings.timeout, stats)
+
+
+def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:
+    """Make the parts anew for other parameters, when nothing is in flight and all ranks are equal."""
+    new = assemble(old.transport, family, old.settings, request, buffers, old.stats)
+    new.schedule.load_progress(old.schedule.state_dict())
+    new.set_period(old.schedule.delay_steps, old.schedule.overlap_steps)
+    if new.rule.corrections is not None and old.rule.corrections is not None:
+        for correction, parameter in zip(new.rule.corrections, new.parameters.tensors, strict=True):
+            index = old.parameters.index_of.get(parameter)
+            if index is not None:
+                correction.copy_(old.rule.corrections[index])
+    return new
 
 
 def assemble(

@@ -101,11 +101,7 @@ class BaseOptimizer:
             refusal = message.format(method + "()")
             self._undo.append(refusing(self.given, method, refusal))
         for relative in self._relatives:
-            refusal = (
-                "add_param_group() after wrapping is not supported: ranks agreed on the tensors that they "
-                "exchange. flush() and close() the wrapper, add the group, and wrap anew."
-            )
-            self._undo.append(refusing(relative, "add_param_group", refusal))
+            self._undo.append(refusing(relative, "add_param_group", message.format("add_param_group()")))
         if self._horovod_wrapped:
             horovod.silence(self.given)
             self._undo.append(lambda: horovod.restore(self.given))

@@ -53,6 +53,12 @@ class BufferAverager:
     def _send(self) -> None:
         self._sent = [b.detach().to(compute_dtype(b.dtype), copy=True).contiguous() for b in self._buffers]
         self._means = [copy.clone() for copy in self._sent]
+        self._transport.announce(
+            [
+                (f"buffer.{name}", mean.numel() * mean.element_size())
+                for name, mean in zip(self.names, self._means, strict=True)
+            ]
+        )
         self._pending = [
             self._transport.start([mean.reshape(-1)], f"buffer.{name}", ReduceOp.AVERAGE)
             for name, mean in zip(self.names, self._means, strict=True)

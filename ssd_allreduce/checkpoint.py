@@ -19,7 +19,7 @@ from ssd_allreduce.schedule import Schedule, Stage
 if TYPE_CHECKING:
     from ssd_allreduce.coordinator import Coordinator
 
-FORMAT = 1
+FORMAT = 2
 
 
 def global_entry(
@@ -34,6 +34,7 @@ def global_entry(
         "global_weights": [weight.detach() for weight in weights],
         "schedule": schedule.state_dict(),
         "settings": None,
+        "tuning": {"next_event": None, "measurements": 0},
         "local": None,
     }
 
@@ -49,6 +50,7 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
         coordinator.training.size,
     )
     entry["settings"] = dict(coordinator.training.settings.describe())
+    entry["tuning"] = coordinator.delay.tuner.export_state()
     if coordinator.training.global_model.weights is not None:
         entry["local"] = {
             "weights": coordinator.local_weights(),
@@ -108,6 +110,7 @@ def restore(coordinator: Coordinator, entry: dict[str, Any] | None) -> None:
         if entry is not None:
             torch._foreach_copy_(coordinator.training.parameters.tensors, entry["global_weights"])
             coordinator.training.schedule.load_progress(entry["schedule"])
+            coordinator.delay.restore_period(entry["schedule"], entry["tuning"])
             _restore_delay_stage(coordinator, entry)
     coordinator.after_load()
 

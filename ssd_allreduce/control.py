@@ -1,8 +1,9 @@
 """The control row: what ranks tell each other beside the gradients, with every sync event.
 
 Two short float64 vectors travel. One is summed: per step of the period how many ranks contributed, how
-many ranks flush, how many have failed. One takes the maximum of ``x`` and of ``-x``: equal extremes
-mean that all ranks hold the same number, and unequal ones name both.
+many ranks flush, how many have failed, and on how many other parameters are trainable than before. One
+takes the maximum of ``x`` and of ``-x``: equal extremes mean that all ranks hold the same number, and
+unequal ones name both.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ControlRow:
             contributed a gradient.
         flushing: whether the rank is inside ``flush()``.
         failure: why the rank refuses to go on, if it does.
+        regrouping: whether other parameters are trainable on the rank than when ranks agreed on them.
     """
 
     event: int
@@ -54,6 +56,7 @@ class ControlRow:
     steps: Sequence[tuple[Row, bool]]
     flushing: bool = False
     failure: Failure = Failure.NONE
+    regrouping: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class ControlResult:
         flushing: ranks inside ``flush()``.
         failures: ranks that refuse to go on.
         failure: the failure of the highest failing rank, and that rank.
+        regrouping: ranks on which other parameters are trainable than before.
     """
 
     counts: list[int]
@@ -79,6 +83,7 @@ class ControlResult:
     flushing: int
     failures: int
     failure: tuple[Failure, int]
+    regrouping: int
 
 
 _FAILURE_BASE = len(Failure)
@@ -109,7 +114,9 @@ class ControlCodec:
             options[0, position] = own
             options[1, position] = -own
         failed = row.failure is not Failure.NONE
-        sums = torch.tensor([*counts, float(row.flushing), float(failed)], dtype=torch.float64)
+        sums = torch.tensor(
+            [*counts, *map(float, (row.flushing, failed, row.regrouping))], dtype=torch.float64
+        )
         code = self._rank * _FAILURE_BASE + int(row.failure) if failed else -1
         shared = torch.tensor([row.event, row.settings_digest], dtype=torch.float64)
         failure = torch.tensor([code], dtype=torch.float64)
@@ -134,6 +141,7 @@ class ControlCodec:
             failure=(Failure.NONE, -1)
             if code < 0
             else (Failure(code % _FAILURE_BASE), code // _FAILURE_BASE),
+            regrouping=totals[self._period + 2],
         )
 
 

@@ -35,6 +35,8 @@ class ControlChannel:
         """Digest of what the ranks agreed on; differs where one has agreed on something else since."""
         self.loads = 0
         """Loads of optimizer state since; ranks that have not all loaded differ in it."""
+        self.regrouping = False
+        """Whether other parameters are trainable on this rank than when ranks agreed on them."""
         self.arrived: tuple[Tensor, Tensor] | None = None
         """The row in flight, once it has been waited for early."""
 
@@ -51,7 +53,7 @@ class ControlChannel:
     ) -> None:
         """Start this rank's part of the row of a sync event whose period has at most so many steps."""
         digest = text_digest(f"{self.settings_digest} {self.loads}")
-        row = ControlRow(event, digest, steps, flushing, failure)
+        row = ControlRow(event, digest, steps, flushing, failure, self.regrouping)
         self._reducer.send_control(*self._codec(period).encode(row))
         self._buffers.start()
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ssd_allreduce import agreement
 from ssd_allreduce import description as describe
 from ssd_allreduce.communicators.protocol import ReduceOp
-from ssd_allreduce.control import Failure
+from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.delay_stage import DelayStage
 from ssd_allreduce.errors import GradientChangedError, SSDError, UsageError, WeightsChangedError
 from ssd_allreduce.reducer import HookMode
-from ssd_allreduce.schedule import Stage, StepPlan
+from ssd_allreduce.schedule import Schedule, Stage, StepPlan
 from ssd_allreduce.training import Training
 from ssd_allreduce.warmup_stage import WarmupStage
 from ssd_allreduce.weight_guard import WeightGuard, some_names
@@ -64,6 +64,11 @@ class Coordinator:
         training.transport.progress = training.stats.describe_progress
         self._arm()
 
+    @property
+    def schedule(self) -> Schedule:
+        """Stages and sync points."""
+        return self._schedule
+
     # -- agreement -------------------------------------------------------------------------------
 
     def agree(self) -> None:
@@ -106,7 +111,7 @@ class Coordinator:
             ("the averaged buffers", self.training.buffers.describe()),
             describe.describe_base(self.training.base, self.training.options),
             describe.describe_parameters(self.parameters),
-            describe.describe_progress(self._schedule.events),
+            describe.describe_progress(self._schedule),
             describe.describe_weights(names, model.current()),
             describe.describe_state(names, model),
         ]
@@ -123,6 +128,7 @@ class Coordinator:
         self._refuse_if_unusable("step()")
         self.agree()
         plan = self._schedule.plan()
+        quiet = plan.stage is Stage.DELAY and not plan.is_sync_point and not self._schedule.in_flight
         self.training.stats.stage = plan.stage
         self._check_before_step(plan, scaler)
         # Not by the context manager below, whose generator would cost more than a tiny step's kernel.
@@ -134,7 +140,7 @@ class Coordinator:
         except SSDError as error:
             self._fail(error)
             raise
-        self.training.stats.step()
+        self.training.stats.step(undisturbed=quiet)
         self._prepare_next_step()
 
     @contextmanager
@@ -193,9 +199,9 @@ class Coordinator:
             return problem, Failure.GRADIENT_SCALER
         if scaler:
             self.issue_at_step()
-        unfrozen = self.parameters.find_unfrozen()
-        if unfrozen is not None:
-            return unfrozen, Failure.OTHER
+        newcomer = self.parameters.find_newcomer()
+        if newcomer is not None:
+            return newcomer, Failure.OTHER
         changed = self._reducer.changed_gradients()
         if changed:
             problem = GradientChangedError(
@@ -220,6 +226,11 @@ class Coordinator:
             self._reducer.mode = HookMode.REDUCE_GRADIENT
         else:
             self._reducer.mode = HookMode.REDUCE_ACCUMULATOR
+
+    @property
+    def issues_at_step(self) -> bool:
+        """Whether gradients are final only at ``step()``."""
+        return self._issue_at_step
 
     def issue_at_step(self) -> None:
         """From now on gradients are final only at ``step()``."""
@@ -248,8 +259,12 @@ class Coordinator:
 
     # -- flush and adopt -------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Take part in sync events until all ranks flush; then ``w == W`` everywhere. Collective."""
+    def flush(self) -> bool:
+        """Take part in sync events until all ranks flush; then ``w == W`` everywhere. Collective.
+
+        Returns:
+            Whether on any rank other parameters are trainable now, so that ranks must agree anew.
+        """
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
         self.agree()
@@ -261,17 +276,19 @@ class Coordinator:
         with self._ending_training_on_errors():
             if self._schedule.in_flight:
                 self.delay.complete()
-            while not self._flush_event_of_all():
-                pass
+            self.training.control.regrouping = self.parameters.have_changed()
+            result = self._flush_event()
+            while result.flushing < self.training.size:
+                result = self._flush_event()
             self.training.buffers.average_now()
         self._prepare_next_step()
+        return result.regrouping > 0
 
-    def _flush_event_of_all(self) -> bool:
-        """Take part in one sync event without a step; whether all ranks flushed in it."""
+    def _flush_event(self) -> ControlResult:
+        """Take part in one sync event without a step."""
         stage = self._schedule.stage
         self.training.stats.stage = stage
-        flush_event = self.warmup.flush_event if stage is Stage.WARMUP else self.delay.flush_event
-        return flush_event().flushing == self.training.size
+        return (self.warmup if stage is Stage.WARMUP else self.delay).flush_event()
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
         if self._reducer.handed_over or self.warmup.synchronized is not None:
@@ -290,7 +307,7 @@ class Coordinator:
         self._complete_without_rebase()
         agreement.compare_ranks(
             [
-                describe.describe_progress(self._schedule.events),
+                describe.describe_progress(self._schedule),
                 describe.describe_weights(self.parameters.names, self.parameters.tensors),
                 describe.describe_state(self.parameters.names, self._model),
             ],

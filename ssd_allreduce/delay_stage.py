@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ssd_allreduce import layout
 from ssd_allreduce.accumulators import Sums
 from ssd_allreduce.clipping import clip_coefficient, clip_gradients
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.group_options import Row
 from ssd_allreduce.ops import Accumulation
-from ssd_allreduce.schedule import StepPlan
+from ssd_allreduce.schedule import Stage, StepPlan
 from ssd_allreduce.training import Training
+from ssd_allreduce.tuner import Tuner
 from ssd_allreduce.update_family import Replay
 
 
@@ -22,6 +25,7 @@ class DelayStage:
         """Options of each step of the current period, and whether this rank contributed."""
         self.rows_since_sync: list[Row] = []
         """Options of the local steps made since the sync point in flight."""
+        self.tuner = Tuner(training)
 
     def step(self, plan: StepPlan, contribute: bool) -> None:
         """One local step; at a sync point also the sending, at a completion the global update."""
@@ -38,14 +42,16 @@ class DelayStage:
         if plan.is_sync_point:
             self._issue(flushing=False)
         training.schedule.advance()
-        if plan.completes:
+        if plan.completes or self.tuner.is_due:
             self.complete()
+        self.tuner.tune_if_due(self._empty_event)
 
     def _enter(self) -> None:
         model = self._training.global_model
         if model.weights is None:
             model.take_from_model()
             self._training.rule.seed(model)
+            self.tuner.begin()
 
     def _local_step(self, row: Row) -> None:
         training, buffers = self._training, self._training.reducer.buffers
@@ -66,10 +72,10 @@ class DelayStage:
         training = self._training
         training.reducer.reduce_accumulators()
         training.control.send(
-            training.schedule.events, training.settings.delay_steps, self.period_steps, flushing
+            training.schedule.events, training.schedule.delay_steps, self.period_steps, flushing
         )
         training.stats.sync_event()
-        if training.settings.overlap_steps > 0 and not flushing:
+        if training.schedule.overlap_steps > 0 and not flushing:
             training.rule.snapshot()
         self.period_steps = []
         self.rows_since_sync = []
@@ -79,12 +85,13 @@ class DelayStage:
         training = self._training
         event = training.schedule.events - 1
         sums = training.reducer.finish_accumulators()
-        result = training.control.receive(event, training.settings.delay_steps)
+        result = training.control.receive(event, training.schedule.delay_steps)
         contributions = sum(result.counts)
-        if contributions:
-            self._replay(result, sums, contributions)
-        if rebase:
-            self._rebase(moved=contributions > 0)
+        with training.stats.updating():
+            if contributions:
+                self._replay(result, sums, contributions)
+            if rebase:
+                self._rebase(moved=contributions > 0)
         training.reducer.buffers.release()
         training.schedule.complete()
         training.stats.completed(event)
@@ -124,17 +131,37 @@ class DelayStage:
         self._enter()
         self._issue(flushing=True)
         self._training.schedule.close_period()
-        return self.complete()
+        result = self.complete()
+        self.tuner.tune_if_due(self._empty_event)
+        return result
+
+    def restore_period(self, saved: dict[str, Any], tuning: dict[str, int | None]) -> None:
+        """Take k and d from a saved schedule, where they are chosen by measuring, and go on measuring."""
+        training, automatic = self._training, self._training.settings.automatic
+        if automatic is not None and training.schedule.stage is Stage.DELAY:
+            delay_steps = min(int(saved["delay_steps"]), automatic.limits.longest)
+            training.schedule.delay_steps = delay_steps
+            overlap_steps = min(int(saved["overlap_steps"]), automatic.limits.overlap_at(delay_steps))
+            training.schedule.overlap_steps = overlap_steps
+            training.reducer.set_period(delay_steps)
+            self.tuner.import_state(tuning)
+            self.tuner.begin()
+
+    def _empty_event(self) -> None:
+        """A sync event without any step, waited for at once."""
+        self._issue(flushing=False)
+        self._training.schedule.close_period()
+        self.complete()
 
     def announce_failure(self, failure: Failure) -> None:
         """Send this rank's part of a sync point, marked as useless, so that nobody waits for it."""
         training = self._training
         training.reducer.reduce_accumulators()
-        training.control.send(training.schedule.events, training.settings.delay_steps, [], failure=failure)
+        training.control.send(training.schedule.events, training.schedule.delay_steps, [], failure=failure)
         training.reducer.finish_accumulators()
         training.control.wait()
         self.drop_period()
-        training.schedule.position = training.settings.delay_steps
+        training.schedule.position = training.schedule.delay_steps
         training.schedule.close_period()
         training.schedule.restart_period()
 

@@ -11,6 +11,7 @@ from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.global_model import GlobalModel
 from ssd_allreduce.group_options import GroupOptions
 from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.schedule import Schedule
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.wire import WireFormat
 
@@ -54,9 +55,14 @@ def describe_parameters(parameters: Parameters) -> tuple[str, agreement.Lines]:
     return "the parameters", lines
 
 
-def describe_progress(events: int) -> tuple[str, agreement.Lines]:
-    """How far training has come."""
-    return "progress", [("the number of sync events", str(events))]
+def describe_progress(schedule: Schedule) -> tuple[str, agreement.Lines]:
+    """How far training has come, and the period in force."""
+    lines = [
+        ("the number of sync events", str(schedule.events)),
+        ("the delay_steps in force", str(schedule.delay_steps)),
+        ("the overlap_steps in force", str(schedule.overlap_steps)),
+    ]
+    return "progress", lines
 
 
 def describe_weights(names: Sequence[str], weights: Sequence[Tensor]) -> tuple[str, agreement.Lines]:

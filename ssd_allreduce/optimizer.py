@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce import checkpoint
-from ssd_allreduce.assembly import assemble, make_transport
+from ssd_allreduce.assembly import assemble, make_transport, reassemble
 from ssd_allreduce.base_optimizer import ENTRY, BaseOptimizer, optimizers_sharing_groups
 from ssd_allreduce.buffers import BufferAverager, check_average_buffers
 from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.families import choose_family
-from ssd_allreduce.parameters import Parameters
-from ssd_allreduce.request import choose_communicator, read_request, refuse_other_engines
-from ssd_allreduce.settings import check_settings
+from ssd_allreduce.parameters import Parameters, name_new_group
+from ssd_allreduce.request import read_communicator, read_request, refuse_other_engines
+from ssd_allreduce.settings import DEFAULT_BUCKET_BYTES, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
 
@@ -41,8 +42,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             that makes one update from ``p.grad`` (not ``LBFGS``).
         delay_steps: steps in a period, k in the paper, at least 1. The gradient traffic shrinks by
             this factor. Larger values hide slower networks and drift further; 4 to 16 are usual.
+            ``"auto"``: the smallest k and d that hide the transfer, by measuring: after the first
+            period (of 4 steps), two periods later, and then every ``retune_periods``. All ranks change
+            at once, the choice is kept in checkpoints, and ``stats()`` and the log of
+            ``ssd_allreduce`` tell it.
         overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By
             default ``delay_steps // 2``, which costs no visible accuracy. 0 waits at each sync point.
+            With ``delay_steps="auto"``, the largest d that may be chosen.
         warmup_steps: steps of plain synchronous SGD at the start. Raise it where the first updates
             are large; a few epochs' worth in the paper.
         glu: rule of the local update (Global gradient for Local Update). ``"momentum"``: the base
@@ -61,11 +67,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: backward passes before each ``step()``, for a bare optimizer.
         compression: a Horovod compressor (``hvd.Compression.fp16``), for a bare optimizer.
         process_set: the ``hvd.ProcessSet`` that trains together, for a bare optimizer.
-        communicator: an object with the methods of ``ssd_allreduce.communicators.Communicator``; by
-            default Horovod where it has been initialised, else one rank.
+        communicator: the engine: ``"horovod"``, ``"mpi"``, ``"torch"``, or an object with the methods of
+            ``ssd_allreduce.communicators.Communicator``. ``"auto"``: Horovod where it is initialised, else
+            ``torch.distributed`` where that is, else what the launcher (``torchrun``, ``mpirun``) asks for,
+            else one rank.
+        bucket_bytes: up to which size tensors are put together into one allreduce, for engines other
+            than Horovod, which has ``HOROVOD_FUSION_THRESHOLD``. 0 for each tensor alone.
         max_grad_norm: clip by the 2-norm over all gradients: in warm-up the global mean, in the delay
             stage the local gradient in every step, and at completion the global mean, the same on all
             ranks. Gradients are final at ``step()`` then.
+        max_delay_steps: largest k that ``delay_steps="auto"`` may choose; 16 by default.
+        retune_periods: periods between measurements there; 100 by default, 0 for none after the second.
         average_buffers: when floating-point buffers of ``model`` (BatchNorm's statistics) are averaged
             over the ranks: ``"sync"`` (with every sync event, and in ``flush()``), ``"flush"``, or
             ``"never"``, the default, as in Horovod.
@@ -88,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        delay_steps: int = 4,
+        delay_steps: int | str = 4,
         overlap_steps: int | None = None,
         warmup_steps: int = 0,
         glu: str = "momentum",
@@ -100,8 +112,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int | None = None,
         compression: Any = None,
         process_set: Any = None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_grad_norm: float | None = None,
+        max_delay_steps: int | None = None,
+        retune_periods: int | None = None,
         average_buffers: str = "never",
         model: torch.nn.Module | None = None,
         sparse_as_dense: bool | None = None,
@@ -119,6 +134,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             issue=issue,
             timeout=timeout,
             max_grad_norm=max_grad_norm,
+            max_delay_steps=max_delay_steps,
+            retune_periods=retune_periods,
+            bucket_bytes=bucket_bytes,
         )
         when = check_average_buffers(average_buffers, model)
         _refuse_wrong_optimizer(type(self), optimizer)
@@ -131,9 +149,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
         )
-        engine = choose_communicator(request, communicator)
-        parameters = self._parameters = Parameters(optimizer.param_groups, request.names)
+        engine = read_communicator(request, communicator)
+        parameters = Parameters(optimizer.param_groups, request.names)
         refuse_other_engines(parameters)
+        self._settings, self._request = settings, request
         self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
         self._family.check(settings)
@@ -147,18 +166,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine = SingleProcess(parameters, self._base, settings, self._stats)
         else:
             transport = make_transport(engine, settings, self._stats)
-            buffers = BufferAverager(transport, model, when)
-            training = assemble(transport, self._family, settings, request, buffers, self._stats)
+            self._make_buffers = partial(BufferAverager, transport, model, when)
+            training = assemble(transport, self._family, settings, request, self._make_buffers(), self._stats)
             self._engine = Coordinator(training)
         self._base.attach(_other_holders(optimizer))
         self._base.share_with(self)
+        self._connect_engine()
+        self._closed = False
+
+    def _connect_engine(self) -> None:
         self._base.before_load = partial(_check_load, self._engine)
         self._base.on_load = partial(_follow_load, self._engine)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
         self._release = weakref.finalize(self, _release, self._engine, self._base)
         self._release.atexit = False
         atexit.register(_linger_at_exit, weakref.ref(self._engine))
-        self._closed = False
 
     # -- training loop ---------------------------------------------------------------------------
 
@@ -251,10 +273,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Ranks may have made different numbers of steps: those with fewer take part in the others' sync
         points without contributing, until all ranks flush. Call it on all ranks at the end of an
         epoch, before saving, and at the end of training.
+
+        Parameters that were unfrozen or frozen since, and groups that were added, on all ranks alike,
+        take part from here on.
         """
         self._refuse_if_closed("flush()")
         with torch.no_grad():
-            self._engine.flush()
+            if self._engine.flush():
+                self._regroup()
+
+    def _regroup(self) -> None:
+        """Make the parts anew for the parameters that are trainable now."""
+        parameters = Parameters(self.param_groups, self._request.names)
+        refuse_other_engines(parameters)
+        self._family = choose_family(self._base, parameters)
+        old = self._engine
+        if isinstance(old, SingleProcess):
+            old.parameters = parameters
+            return
+        old.close()
+        training = reassemble(old.training, self._family, self._request, self._make_buffers())
+        self._engine = Coordinator(training)
+        if old.issues_at_step:
+            self._engine.issue_at_step()
+        self._release.detach()
+        self._connect_engine()
 
     def adopt_weights(self) -> None:
         """Collective. Make the model's present weights the global ones, and begin a new period.
@@ -285,7 +328,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> Stats:
         """Counters of this rank so far. Rank-local, no communication."""
-        return self._stats.snapshot()
+        schedule = self._engine.schedule
+        return dataclasses.replace(
+            self._stats.snapshot(),
+            delay_steps=schedule.delay_steps,
+            overlap_steps=schedule.overlap_steps,
+        )
 
     def close(self) -> None:
         """Remove the hooks, and give a Horovod-wrapped optimizer its own behaviour back. Rank-local.
@@ -308,6 +356,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             if isinstance(self._engine, SingleProcess):
+                if self._engine.flush():
+                    self._regroup()
                 entry = self._engine.export_checkpoint()
             else:
                 self._refuse_between_backward_and_step("state_dict()")
@@ -363,13 +413,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._base.given
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: ranks agree on the tensors once."""
-        if not self._constructing:
-            raise UsageError(
-                "add_param_group() after wrapping is not supported: ranks agreed on the tensors that "
-                "they exchange. flush(), close(), add the group to the base optimizer, and wrap anew."
-            )
-        super().add_param_group(param_group)
+        """Add a group, as torch does. Rank-local; call it on all ranks alike, and then :meth:`flush`.
+
+        Args:
+            param_group: ``params`` and options. Ranks match tensors by name: give (name, parameter)
+                pairs for parameters that were not in ``named_parameters=`` (or Horovod's).
+
+        Raises:
+            ValueError: a name is missing or used twice.
+            TypeError: a parameter cannot be trained.
+        """
+        if self._constructing:
+            super().add_param_group(param_group)
+            return
+        self._refuse_if_closed("add_param_group()")
+        with_names = "param_names" in self.param_groups[0]
+        group, names = name_new_group(param_group, self._request.names, with_names)
+        super().add_param_group(group)
+        self._request = dataclasses.replace(self._request, names=names)
 
     def _refuse_if_closed(self, call: str) -> None:
         if self._closed:

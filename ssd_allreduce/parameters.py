@@ -61,6 +61,8 @@ class Parameters:
                 f"None of the optimizer's {len(self.frozen)} parameters requires a gradient. Allowed: at "
                 "least one trainable parameter; unfreeze before wrapping."
             )
+        self._groups = groups
+        self._group_count = len(groups)
         self.index_of = {parameter: index for index, parameter in enumerate(self.tensors)}
         self.batches = self._make_batches()
 
@@ -74,17 +76,28 @@ class Parameters:
             batches.setdefault(key, []).append(index)
         return [Batch(key[0], tuple(indices)) for key, indices in batches.items()]
 
-    def find_unfrozen(self) -> UsageError | None:
-        """An error that names a parameter which has become trainable since, if any."""
+    def find_newcomer(self) -> UsageError | None:
+        """An error that says what has become trainable since, if anything has."""
+        if len(self._groups) != self._group_count:
+            return UsageError(
+                f"{len(self._groups) - self._group_count} param groups were added since the ranks agreed "
+                "on the tensors that they exchange. Call flush() on all ranks after add_param_group()."
+            )
         if not self.frozen:
             return None
         for parameter, name in zip(self.frozen, self.frozen_names, strict=True):
             if parameter.requires_grad:
                 return UsageError(
-                    f"Parameter {name!r} was frozen (requires_grad=False) when the optimizer was wrapped "
-                    "and is trainable now. Unfreeze before wrapping, or flush(), close() and wrap anew."
+                    f"Parameter {name!r} was frozen (requires_grad=False) when the ranks agreed on the "
+                    "tensors that they exchange, and is trainable now. Call flush() on all ranks after "
+                    "unfreezing."
                 )
         return None
+
+    def have_changed(self) -> bool:
+        """Whether other parameters are trainable now: unfrozen, frozen or added since."""
+        trainable = [p for group in self._groups for p in group["params"] if p.requires_grad]
+        return len(trainable) != len(self.tensors) or any(p not in self.index_of for p in trainable)
 
     def new_accumulators(self) -> list[Tensor]:
         """Uninitialised tensors laid out like the parameters, float32 at least."""
@@ -141,6 +154,40 @@ def name_parameters(
             "parameter that the optimizer trains."
         )
     return names
+
+
+def name_new_group(
+    group: dict[str, Any], known: dict[Tensor, str], with_names: bool
+) -> tuple[dict[str, Any], dict[Tensor, str]]:
+    """A param group as torch takes it, and the names of all parameters with those of the group.
+
+    Args:
+        group: as given to ``add_param_group``; its parameters may come as (name, parameter) pairs.
+        known: names known before.
+        with_names: whether the optimizer's groups hold ``param_names``, which torch wants alike in all.
+
+    Raises:
+        ValueError: a name is missing or used twice.
+        TypeError: a parameter cannot be trained.
+    """
+    given = group["params"]
+    members = [given] if isinstance(given, Tensor) else list(given)
+    names = {**known, **{pair[1]: pair[0] for pair in members if isinstance(pair, tuple)}}
+    tensors = [member[1] if isinstance(member, tuple) else member for member in members]
+    missing = [tuple(tensor.shape) for tensor in tensors if tensor not in names]
+    if missing:
+        raise ValueError(
+            f"add_param_group(): {len(missing)} parameters have no name (shapes "
+            f"{', '.join(map(str, missing[:5]))}). Ranks match tensors by name. Give (name, parameter) "
+            "pairs, {'params': module.named_parameters(prefix=...)}, or all of the model's in "
+            "named_parameters= when wrapping."
+        )
+    _refuse_duplicates(list(names.values()))
+    for tensor in tensors:
+        if tensor.requires_grad:
+            _refuse_untrainable(names[tensor], tensor)
+    params = [(names[tensor], tensor) for tensor in tensors] if with_names else tensors
+    return {**group, "params": params}, names
 
 
 def _checked_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:

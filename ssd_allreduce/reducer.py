@@ -23,6 +23,9 @@ from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.transport import Pending, Transport
 from ssd_allreduce.wire import WireFormat
 
+_WIRE_BYTES = 4
+"""Of one element, for putting small operations together. Nothing but speed depends on it."""
+
 
 class HookMode(enum.Enum):
     """What a hook does when its gradient is final."""
@@ -92,7 +95,7 @@ class Reducer:
         self._wire = wire
         self._announced = passes
         self._sparse_as_dense = sparse_as_dense
-        self._compression_scale = float(period) if wire.compresses else 1.0
+        self.set_period(period)
         grouped = list(groups or ())
         members = grouped + [(i,) for i in _outside(grouped, len(parameters))]
         self._units = [_Unit(parameters.names[indices[0]], indices) for indices in members]
@@ -105,7 +108,12 @@ class Reducer:
         self._handed: dict[int, _Handed] = {}
         self.buffers = Accumulators(parameters, with_squares)
         self._control: list[Pending] = []
+        self._sequence_announced = False
         self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
+
+    def set_period(self, steps: int) -> None:
+        """Say how many gradients a sum holds, for the scale of compressed sums."""
+        self._compression_scale = float(steps) if self._wire.compresses else 1.0
 
     @property
     def label(self) -> str:
@@ -148,6 +156,7 @@ class Reducer:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             gradient = self._make_dense(index, parameter)
+        self._transport.advance()
         if not self.count_passes:
             return
         self._passes[index] += 1
@@ -341,6 +350,8 @@ class Reducer:
     def send_control(self, sums: Tensor, extremes: Tensor) -> None:
         """Start the two short allreduces of the control row. Collective."""
         assert not self._control
+        # The next operation of a unit belongs to the next event.
+        self._sequence_announced = False
         self._control = [
             self._transport.start([sums], "control.sum", ReduceOp.SUM),
             self._transport.start([extremes], "control.max", ReduceOp.MAX),
@@ -356,17 +367,30 @@ class Reducer:
     # -- units -----------------------------------------------------------------------------------
 
     def _start_gradients(self, unit: _Unit) -> None:
+        self._announce("gradient")
         unit.wired = [self._wire_gradient(index) for index in unit.indices]
         self._start(unit, [wired.travelling for wired in unit.wired], "gradient", self._wire.op)
 
     def _start_accumulators(self, unit: _Unit) -> None:
+        squares = self.buffers.current.squares
+        self._announce(*(["accumulated"] if squares is None else ["accumulated", "squares"]))
         unit.wired = [self._wire_accumulator(index) for index in unit.indices]
         self._start(unit, [wired.travelling for wired in unit.wired], "accumulated", ReduceOp.SUM)
-        squares = self.buffers.current.squares
         if squares is not None:
             # Never compressed: half precision has not the range of a square.
             flat = [_engine_view(_flat(squares[index])) for index in unit.indices]
             self._start(unit, flat, "squares", ReduceOp.SUM)
+
+    def _announce(self, *suffixes: str) -> None:
+        """Before the first operation of a sync event: all of them, as backward usually comes to them."""
+        if self._sequence_announced:
+            return
+        self._sequence_announced = True
+        sizes = [sum(self._parameters.tensors[i].numel() for i in unit.indices) for unit in self._units]
+        units = reversed(list(zip(self._units, sizes, strict=True)))
+        names = [(f"{unit.name}.{suffix}", size) for unit, size in units for suffix in suffixes]
+        control = [("control.sum", 0), ("control.max", 0)]
+        self._transport.announce([(name, _WIRE_BYTES * size) for name, size in names] + control)
 
     def _start(self, unit: _Unit, tensors: list[Tensor], suffix: str, op: ReduceOp) -> None:
         prescale, postscale = self._wire.factors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce.communicators import horovod
-from ssd_allreduce.communicators.horovod import HorovodCommunicator
+from ssd_allreduce.communicators.choice import NAMES, choose_communicator
 from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.errors import UsageError
 from ssd_allreduce.parameters import Parameters, name_parameters
@@ -32,10 +32,12 @@ class Request:
     horovod_wrapped: bool
 
     def group_indices(self, parameters: Parameters) -> list[tuple[int, ...]] | None:
-        """The groups as positions in the list of parameters."""
+        """The groups as positions in the list of parameters; what is frozen is in none."""
         if self.groups is None:
             return None
-        return [tuple(parameters.index_of[p] for p in group) for group in self.groups if group]
+        index_of = parameters.index_of
+        indices = [tuple(index_of[p] for p in group if p in index_of) for group in self.groups]
+        return [group for group in indices if group]
 
 
 def read_request(optimizer: torch.optim.Optimizer, **given: Any) -> Request:
@@ -106,18 +108,25 @@ def _data_parallel_modules() -> list[torch.nn.Module]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), wrappers)]
 
 
-def choose_communicator(request: Request, communicator: Communicator | None) -> Communicator | None:
+def read_communicator(request: Request, communicator: Communicator | str) -> Communicator | None:
     """The engine, or None for one rank."""
-    if communicator is not None:
-        if not isinstance(communicator, Communicator):
-            raise TypeError(
-                f"communicator={communicator!r} lacks methods of ssd_allreduce.communicators."
-                "Communicator. Allowed: None, ssd_allreduce.Loopback(size), or such an object."
-            )
-        return communicator if communicator.size > 1 else None
-    if not horovod.horovod_is_running():
-        return None
-    if request.horovod_wrapped and not request.process_set.included():
-        return None
-    chosen = HorovodCommunicator(request.process_set)
+    if isinstance(communicator, str):
+        if request.horovod_wrapped:
+            if communicator not in ("auto", "horovod"):
+                raise ValueError(
+                    f"communicator={communicator!r} was given for an optimizer that Horovod has wrapped, "
+                    "which only Horovod serves. Leave it out, or pass the bare optimizer with "
+                    "named_parameters=."
+                )
+            if not request.process_set.included():
+                return None
+        chosen = choose_communicator(communicator, request.process_set)
+    elif isinstance(communicator, Communicator):
+        chosen = communicator
+    else:
+        raise TypeError(
+            f"communicator={communicator!r} is no engine's name and lacks methods of ssd_allreduce."
+            f"communicators.Communicator. Allowed: {', '.join(map(repr, NAMES))}, ssd_allreduce."
+            "Loopback(size), or such an object."
+        )
     return chosen if chosen.size > 1 else None

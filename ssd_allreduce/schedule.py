@@ -57,6 +57,12 @@ class Schedule:
     position: int = 0
     steps_since_sync: int | None = None
 
+    def set_period(self, delay_steps: int, overlap_steps: int) -> None:
+        """Change k and d between two periods."""
+        assert self.position == 0
+        assert not self.in_flight
+        self.delay_steps, self.overlap_steps = delay_steps, overlap_steps
+
     @property
     def always_synchronous(self) -> bool:
         """Whether the delay stage never begins: a period of one step is synchronous SGD."""

@@ -39,7 +39,7 @@ class SingleProcess:
         self._base = base
         self._stats = stats
         self._max_grad_norm = settings.max_grad_norm
-        self._schedule = Schedule(settings.warmup_steps, delay_steps=1, overlap_steps=0)
+        self.schedule = Schedule(settings.warmup_steps, delay_steps=1, overlap_steps=0)
         self._inside_global_weights = False
 
     needs_synchronize = False
@@ -54,13 +54,14 @@ class SingleProcess:
                 clip_gradients(self.parameters.tensors, self._max_grad_norm)
             self._base.step()
         self._stats.step()
-        self._schedule.advance()
+        self.schedule.advance()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def flush(self) -> None:
-        """Local weights are the global ones."""
+    def flush(self) -> bool:
+        """Local weights are the global ones. Returns whether other parameters are trainable now."""
+        return self.parameters.have_changed()
 
     def adopt_weights(self) -> None:
         """Local weights are the global ones."""
@@ -89,7 +90,7 @@ class SingleProcess:
     def export_checkpoint(self) -> dict[str, Any]:
         """The entry for ``state_dict()``."""
         return checkpoint.global_entry(
-            self.parameters.names, self.parameters.tensors, self._schedule, rank=0, size=1
+            self.parameters.names, self.parameters.tensors, self.schedule, rank=0, size=1
         )
 
     def load_checkpoint(self, entry: dict[str, Any] | None) -> None:
@@ -98,8 +99,8 @@ class SingleProcess:
             return
         with torch.no_grad():
             torch._foreach_copy_(self.parameters.tensors, entry["global_weights"])
-        self._schedule.load_progress(entry["schedule"])
-        self._schedule.restart_period()
+        self.schedule.load_progress(entry["schedule"])
+        self.schedule.restart_period()
         if entry["size"] != 1:
             checkpoint.warn_of_new_period(entry, rank=0, size=1)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ssd_allreduce.schedule import Stage
@@ -18,6 +23,10 @@ class StageStats:
             number of steps.
         bytes_sent: bytes handed to allreduce.
         wait_seconds: time in which the training loop stood still for communication.
+        compute_seconds: time from one step's end to the next one's, without waiting and global updates;
+            what the script does between its steps counts too.
+        update_seconds: time of global updates and rebases.
+        in_flight_seconds: time from sync points to their completions, in the delay stage.
     """
 
     steps: int = 0
@@ -25,6 +34,16 @@ class StageStats:
     allreduces: int = 0
     bytes_sent: int = 0
     wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    update_seconds: float = 0.0
+    in_flight_seconds: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time in flight that was not waited for: 1 where all transfers are hidden."""
+        if self.in_flight_seconds == 0.0:
+            return 0.0
+        return max(0.0, 1.0 - self.wait_seconds / self.in_flight_seconds)
 
 
 @dataclass
@@ -34,13 +53,18 @@ class Stats(StageStats):
     Attributes:
         warmup: counters of the warm-up stage.
         delay: counters of the delay stage.
+        delay_steps: steps in a period, k, now in force.
+        overlap_steps: steps between a sync point and its completion, d, now in force.
     """
 
     warmup: StageStats = field(default_factory=StageStats)
     delay: StageStats = field(default_factory=StageStats)
+    delay_steps: int = 1
+    overlap_steps: int = 0
 
 
 _COUNTERS = tuple(StageStats.__dataclass_fields__)
+_RECENT_STEPS = 32
 
 
 class StatsRecorder:
@@ -51,25 +75,62 @@ class StatsRecorder:
         self.stage = Stage.WARMUP
         """The stage that new counts belong to."""
         self._last_completed: int | None = None
+        self._issued_at = 0.0
+        self._last_step_end: float | None = None
+        self._elsewhere = 0.0
+        """Seconds since the last step's end that were no computation."""
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_STEPS)
 
-    def step(self) -> None:
-        self._stages[self.stage].steps += 1
+    def step(self, undisturbed: bool = False) -> None:
+        """Count a step that ends now.
+
+        Args:
+            undisturbed: whether it neither sent anything nor had anything in flight.
+        """
+        now = time.monotonic()
+        current = self._stages[self.stage]
+        current.steps += 1
+        if self._last_step_end is not None:
+            seconds = now - self._last_step_end - self._elsewhere
+            current.compute_seconds += seconds
+            self._recent.append((seconds, undisturbed))
+        self._last_step_end, self._elsewhere = now, 0.0
+
+    def recent_compute_seconds(self) -> float:
+        """Median of the last steps' computation: of the undisturbed ones, if there are any."""
+        undisturbed = [seconds for seconds, flag in self._recent if flag]
+        return statistics.median(undisturbed or [seconds for seconds, _ in self._recent] or [0.0])
 
     def sync_event(self, completed: int | None = None) -> None:
         current = self._stages[self.stage]
         current.sync_points += 1
         current.allreduces += 1
+        self._issued_at = time.monotonic()
         if completed is not None:
-            self.completed(completed)
+            self._last_completed = completed
 
     def completed(self, event: int) -> None:
+        """The sync event in flight has been waited for and used."""
         self._last_completed = event
+        self._stages[self.stage].in_flight_seconds += time.monotonic() - self._issued_at
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a global update."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._stages[self.stage].update_seconds += seconds
+            self._elsewhere += seconds
 
     def sent(self, count: int) -> None:
         self._stages[self.stage].bytes_sent += count
 
     def waited(self, seconds: float) -> None:
         self._stages[self.stage].wait_seconds += seconds
+        self._elsewhere += seconds
 
     def snapshot(self) -> Stats:
         """The counters as they stand, detached from the recorder."""

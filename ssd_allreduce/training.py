@@ -55,6 +55,11 @@ class Training:
         """Whether the user wants gradients summed over the ranks instead of averaged."""
         return self.wire.op is ReduceOp.SUM
 
+    def set_period(self, delay_steps: int, overlap_steps: int) -> None:
+        """Change k and d, on all ranks at once, while nothing is in flight and a period begins."""
+        self.schedule.set_period(delay_steps, overlap_steps)
+        self.reducer.set_period(delay_steps)
+
     def own_options(self) -> Row:
         """The numeric options in force on this rank."""
         return self.options.read(self.base.groups)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
+from ssd_allreduce.communicators.ordered import Ordered
 from ssd_allreduce.communicators.protocol import Communicator, Handle, ReduceOp
-from ssd_allreduce.errors import CommunicationError, CommunicationTimeoutError
+from ssd_allreduce.errors import CommunicationError, CommunicationTimeoutError, SSDError
 from ssd_allreduce.statistics import StatsRecorder
 
 
@@ -50,10 +52,32 @@ class Transport:
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Pending:
-        """Hand contiguous tensors to allreduce, in place."""
-        handle = self.communicator.allreduce_async(tensors, f"{self.prefix}.{name}", op, prescale, postscale)
+        """Hand contiguous tensors to allreduce, in place.
+
+        Raises:
+            CommunicationTimeoutError: a rank did not come to the optimizer's first operation.
+            CommunicationError: the engine failed.
+        """
+        full_name = f"{self.prefix}.{name}"
+        try:
+            handle = self.communicator.allreduce_async(tensors, full_name, op, prescale, postscale)
+        except TimeoutError:
+            self._end_engine([name])
         self._stats.sent(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return Pending(name, handle, tensors)
+
+    def announce(self, sequence: Sequence[tuple[str, int]]) -> None:
+        """Say which operations start next, by name and bytes: an engine that matches by order needs it.
+
+        All of them must be started, in any order that this rank likes.
+        """
+        if isinstance(self.communicator, Ordered):
+            self.communicator.announce([(f"{self.prefix}.{name}", size) for name, size in sequence])
+
+    def advance(self) -> None:
+        """Let an engine make progress that makes none by itself. Short, and for hooks to call."""
+        if isinstance(self.communicator, Ordered):
+            self.communicator.progress()
 
     def finish(self, pending: Sequence[Pending]) -> None:
         """Wait for operations.
@@ -72,10 +96,7 @@ class Transport:
                 # An engine forgets what has been waited for, so it may not be asked after again.
                 waiting.pop(0)
         except TimeoutError:
-            try:
-                raise self._timeout_error(waiting) from None
-            finally:
-                self.communicator.abort()
+            self._end_engine([p.name for p in waiting if not self._is_done(p)])
         finally:
             self._stats.waited(time.monotonic() - began)
 
@@ -91,7 +112,7 @@ class Transport:
         try:
             while time.monotonic() < deadline and not all(poll(p.handle) for p in pending):
                 time.sleep(_LINGERING_SLEEP)
-        except CommunicationError:
+        except SSDError:
             # The engine has gone down, and nobody can be cut off any more.
             return
 
@@ -101,9 +122,15 @@ class Transport:
         except CommunicationError:
             return False
 
-    def _timeout_error(self, pending: Sequence[Pending]) -> CommunicationTimeoutError:
+    def _end_engine(self, waiting: Sequence[str]) -> NoReturn:
+        """Shut the engine down, so that the other ranks end too, and say what was waited for."""
+        try:
+            raise self._timeout_error(waiting) from None
+        finally:
+            self.communicator.abort()
+
+    def _timeout_error(self, waiting: Sequence[str]) -> CommunicationTimeoutError:
         communicator = self.communicator
-        waiting = [p.name for p in pending if not self._is_done(p)]
         names = ", ".join(waiting[:5]) + (", ..." if len(waiting) > 5 else "")
         return CommunicationTimeoutError(
             f"Rank {communicator.rank} of {communicator.size} waited {self._timeout:g} seconds for the "

@@ -67,7 +67,8 @@ class WarmupStage:
     def flush_event(self) -> ControlResult:
         """Take part in the step of ranks that still make one. Collective."""
         training = self._training
-        parameters = training.parameters.tensors
+        # Those that are not exchanged yet too, or the base optimizer would step them.
+        parameters = [parameter for group in training.base.groups for parameter in group["params"]]
         own_gradients = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 NO_LAUNCHER = "one process"
-LAUNCHER_IN_ID = re.compile(r"(?<!\w)(mpirun|horovodrun-gloo|horovodrun-mpi)-(\d+)(?![\w])")
+LAUNCHERS = "mpirun|horovodrun-gloo|horovodrun-mpi|mpirun-mpi4py|torchrun"
+LAUNCHER_IN_ID = re.compile(rf"(?<!\w)({LAUNCHERS})-(\d+)(?![\w])")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -39,9 +39,9 @@ class HorovodCommunicator:
     """
 
     def __init__(self, process_set: Any = None) -> None:
+        hvd = _import_horovod()
         if not horovod_is_running():
             raise UsageError("Horovod is not initialised. Call hvd.init() first.")
-        import horovod.torch as hvd
         from horovod.common.exceptions import HorovodInternalError
 
         self._hvd = hvd
@@ -137,6 +137,17 @@ class HorovodCommunicator:
 
     def _translated_errors(self, what: str) -> _TranslatedErrors:
         return _TranslatedErrors(what, (self._engine_error, ValueError))
+
+
+def _import_horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise UsageError(
+            f"communicator='horovod' needs Horovod with PyTorch, which cannot be imported ({error}). Install "
+            "the extra: pip install 'ssd-allreduce[horovod]'."
+        ) from error
+    return hvd
 
 
 class _TranslatedErrors:

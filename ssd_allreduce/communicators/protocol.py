@@ -37,11 +37,16 @@ class Capabilities:
             operation of each rank belongs together.
         dtypes: element types that it reduces as they are.
         devices: types of the devices whose memory it reads and writes.
+        polled_every: seconds after which operations in flight must be polled again to make progress;
+            None where they progress by themselves.
+        threads: whether any thread may call it, while the user's thread calls the same library.
     """
 
     matches_by: Literal["name", "order"]
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str]
+    polled_every: float | None = None
+    threads: bool = False
 
 
 @runtime_checkable
@@ -99,6 +104,27 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Release what this object holds; the engine itself stays up for its other users."""
+
+
+@runtime_checkable
+class OrderMatching(Communicator, Protocol):
+    """An engine whose ranks must submit their operations in one order (``matches_by="order"``).
+
+    It need not see to that order itself, nor to scaling, averages, or types and devices that it lacks:
+    it is only ever given one tensor at a time, of a type and on a device that it names, to be summed
+    or for the maximum.
+    """
+
+    def open_channel(self, timeout: float) -> Communicator:
+        """An engine of the same ranks whose operations match among themselves alone. Collective.
+
+        Each optimizer opens one at its first step, so that optimizers and the user's own collectives
+        never mix.
+
+        Raises:
+            TimeoutError: not all ranks called it within ``timeout`` seconds.
+            CommunicationError: the engine failed.
+        """
 
 
 _FIRST_SLEEP = 50e-6

@@ -7,9 +7,9 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import bits, wrap
 from torch import nn
 

@@ -17,6 +17,9 @@ too (``rank_session.py``). Every test has a time limit on every rank, ``@pytest.
 Options of the marker: ``env={...}`` sets variables for that launch; ``alone=True`` gives each test a launch
 of its own, for tests that end the engine.
 
+``mpirun-mpi4py`` and ``torchrun`` are launches without Horovod: tests take the ``hvd`` that they call from
+``ranks.py``. Of parametrised tests, the cases that wrap Horovod's optimizer are left out there.
+
 Tests without the marker run once and may start launches themselves with ``launchers.launch()``.
 """
 
@@ -26,11 +29,14 @@ import os
 from pathlib import Path
 
 import pytest
-from launch_plan import PARAMETER, Launch, launches_of
+from launch_plan import PARAMETER, Launch, launch_of, launches_of
+from ranks import ENGINES
 
 RANK_TIMEOUT = 60.0
 RESULTS_VARIABLE = "SSD_ALLREDUCE_TEST_RESULTS"
 RANK_SESSION = "rank_session"
+WITHOUT_WRAPPING = {"wrapped": False, "through_horovod": False, "horovod": None}
+"""Parameters by which tests say whether Horovod wraps the optimizer."""
 
 pytest.register_assert_rewrite("support")
 
@@ -55,6 +61,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     launches = launches_of(metafunc.definition)
     if launches:
         metafunc.parametrize(PARAMETER, launches, ids=str, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if wraps_horovod_without_it(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not wraps_horovod_without_it(item)]
+
+
+def wraps_horovod_without_it(item: pytest.Item) -> bool:
+    launch = launch_of(item)
+    if launch is None or launch.launcher not in ENGINES:
+        return False
+    values = item.callspec.params  # type: ignore[attr-defined]
+    return any(values.get(name, default) != default for name, default in WITHOUT_WRAPPING.items())
 
 
 @pytest.fixture(autouse=True)

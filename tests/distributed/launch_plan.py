@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 
 PARAMETER = "launch"
+
+_Test = TypeVar("_Test", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Launch:
     def __str__(self) -> str:
         values = "".join(f"-{value}" for name, value in self.env if name == "SSD_ALLREDUCE_KERNELS")
         return f"{self.launcher}-{self.ranks}{values}"
+
+
+WITHOUT_HOROVOD = [pytest.mark.ranks("mpirun-mpi4py", 2), pytest.mark.ranks("torchrun", 2)]
+"""For tests that hold whatever the engine is."""
+
+
+def on_any_engine(*counts: int) -> Callable[[_Test], _Test]:
+    """Marks a test for mpirun and so many ranks, and for 2 ranks of each engine that is not Horovod."""
+
+    def mark(test: _Test) -> _Test:
+        for launcher in (pytest.mark.ranks("mpirun", *counts), *WITHOUT_HOROVOD):
+            test = launcher(test)
+        return test
+
+    return mark
 
 
 def make_launches(

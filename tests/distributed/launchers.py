@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ranks import ENGINE_VARIABLE, ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_SCRIPT = ROOT / "scripts" / "launch.sh"
-LAUNCHERS = ("mpirun", "horovodrun-gloo", "horovodrun-mpi")
+LAUNCHERS = ("mpirun", "horovodrun-gloo", "horovodrun-mpi", "mpirun-mpi4py", "torchrun")
+WITHOUT_HOROVOD = Path(__file__).parent / "without_horovod"
 MARKER = "SSD_ALLREDUCE_LAUNCH_ID"
 GRACE_SECONDS = 2.0
 
@@ -91,7 +94,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=launch_environment(env, marker),
+            env=launch_environment(launcher, env, marker),
             cwd=cwd,
             start_new_session=True,
         )
@@ -105,9 +108,13 @@ def launch(
         return LaunchResult(command, returncode, read(stdout), read(stderr), seconds)
 
 
-def launch_environment(extra: Mapping[str, str] | None, marker: str) -> dict[str, str]:
+def launch_environment(launcher: str, extra: Mapping[str, str] | None, marker: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not of_a_launcher(name)}
     environment["PYTHONUNBUFFERED"] = "1"
+    if launcher in ENGINES:
+        environment[ENGINE_VARIABLE] = ENGINES[launcher]
+        paths = [str(WITHOUT_HOROVOD), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment.update(extra or {})
     environment[MARKER] = marker
     return environment
@@ -115,7 +122,14 @@ def launch_environment(extra: Mapping[str, str] | None, marker: str) -> dict[str
 
 def of_a_launcher(name: str) -> bool:
     """Whether this variable tells a process that it is a rank of a launch already under way."""
-    return name.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_LAUNCHED")) or name in {
+    return name.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "TORCHELASTIC_")) or name in {
+        ENGINE_VARIABLE,
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
         "HOROVOD_RANK",
         "HOROVOD_SIZE",
         "HOROVOD_LOCAL_RANK",

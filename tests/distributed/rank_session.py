@@ -33,8 +33,8 @@ STACK_FILES = "stack-of-rank-*"
 class RankSession:
     def __init__(self, folder: Path, default_limit: float) -> None:
         faulthandler.dump_traceback_later(START_SECONDS, exit=True)
-        import horovod.torch as hvd
         import torch
+        from ranks import hvd
 
         hvd.init()
         torch.set_num_threads(1)

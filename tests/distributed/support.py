@@ -5,22 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+from ranks import ENGINE, hvd
 from torch import Tensor
 
 import ssd_allreduce as ssd
 from ssd_allreduce.communicators import Handle, HorovodCommunicator, ReduceOp
+from ssd_allreduce.communicators.ordered import Ordered
 
+BUCKET_BYTES = 64
+"""So small that the tensors of one sync event fill several buckets."""
 TIMEOUT = 30.0
 """Seconds that one wait may last: far more than needed, and less than a test may take."""
 
 
-class RecordingCommunicator(HorovodCommunicator):
-    """Horovod, and a list of the names of everything handed to it."""
+class HorovodUnderTest(HorovodCommunicator):
+    """The engine, where that is Horovod."""
 
-    def __init__(self, process_set: Any = None) -> None:
-        super().__init__(process_set)
+
+class OrderedUnderTest(Ordered):
+    """The engine, where it is one that matches by order."""
+
+    def __init__(self) -> None:
+        super().__init__(hvd.communicator, BUCKET_BYTES, TIMEOUT)
+
+
+EngineUnderTest: Any = HorovodUnderTest if ENGINE == "horovod" else OrderedUnderTest
+
+
+class RecordingCommunicator(EngineUnderTest):  # type: ignore[misc]
+    """The engine under test, and a list of the names of everything handed to it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.names: list[str] = []
 
     def allreduce_async(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from problems import flat, generator, gradient_of, perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, on_every_rank, wrap
 from torch import Tensor, nn
 from training import STEPS, Training, simulate

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import RecordingCommunicator, is_gradient, on_every_rank, wrap
 from torch import Tensor, nn
 

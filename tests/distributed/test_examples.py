@@ -238,3 +238,18 @@ def test_missing_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Pass any text file" in refusal(monkeypatch, main, "--text", path)
     path.write_text("short")
     assert "Pass a longer text" in refusal(monkeypatch, main, "--text", path)
+
+
+# -- without Horovod -----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("launched", ["mpirun-mpi4py-2", "torchrun-2"])
+def test_mnist_learns_without_horovod(launched: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    command = [sys.executable, ROOT / "examples" / "mnist.py", "--epochs", "2", "--csv", log]
+    launch(launched.removesuffix("-2"), 2, command, timeout=200).check()
+    with log.open(newline="") as file:
+        first, last = csv.DictReader(file)
+    assert float(last["test_loss"]) < float(first["test_loss"])
+    assert float(last["test_accuracy"]) > 0.85

@@ -173,6 +173,133 @@ def test_sparse_gradients_are_made_dense_on_request(warmup_steps: int) -> None:
     assert run(sparse=True) == run(sparse=False)
 
 
+class MeanOverRanks(torch.autograd.Function):
+    """Communicates in forward and in backward, as the layers of hvd.SyncBatchNorm do."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(x, op=hvd.Average, name="layer.forward")
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(gradient, op=hvd.Average, name="layer.backward")
+
+
+class NormalisedOverRanks(nn.Module):
+    """Batch normalisation with the statistics of all ranks' batches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = MeanOverRanks.apply(x.mean(dim=0))
+        variance = MeanOverRanks.apply((x - mean).square().mean(dim=0))
+        return (x - mean) / (variance + 1e-5).sqrt()
+
+
+def normalised(layer: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 6), layer, nn.Linear(6, 3)).double()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("settings", [{"delay_steps": 1, "overlap_steps": 0}, {"warmup_steps": 99}])
+def test_statistics_over_ranks_are_those_of_one_large_batch(settings: dict[str, Any]) -> None:
+    model = normalised(NormalisedOverRanks())
+    base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = wrap(base, named_parameters=model.named_parameters(), **{**SETTINGS, **settings})
+    whole = normalised(nn.BatchNorm1d(6, affine=False))
+    plain = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        whole(torch.cat([batch(rank, step) for rank in range(hvd.size())])).square().mean().backward()
+        plain.step()
+    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_that_communicate_train_in_delay_steps_too() -> None:
+    model = normalised(NormalisedOverRanks())
+    base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = wrap(base, named_parameters=model.named_parameters(), **SETTINGS)
+    losses = []
+    for step in range(3 * STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(hvd.rank(), step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-STEPS:]) < sum(losses[:STEPS]) / 2
+    optimizer.flush()
+    assert_equal_on_all_ranks(model.parameters())
+
+
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((5,), float(index**2), dtype=torch.float64)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_data_loader_workers_beside_the_engine(start_method: str) -> None:
+    """Forked workers share MPI's connections and locks with the rank; started afresh they do not."""
+    model, optimizer = make()
+    loader = torch.utils.data.DataLoader(
+        Squares(), batch_size=3, num_workers=1, multiprocessing_context=start_method
+    )
+    seen: list[float] = []
+    for x in loader:
+        optimizer.zero_grad()
+        model(x / 100).square().mean().backward()
+        optimizer.step()
+        seen += x[:, 0].tolist()
+    assert seen == [float(index**2) for index in range(12)]
+    optimizer.flush()
+    assert_equal_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_complex_parameters_are_refused_by_name(wrapped: bool) -> None:
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    base: Any = torch.optim.SGD([weight], lr=0.1)
+    names: dict[str, Any] = {"named_parameters": [("phase", weight)]}
+    if wrapped:
+        base, names = hvd.DistributedOptimizer(base, **names), {}
+    with pytest.raises(TypeError, match=r"'phase' has dtype torch\.complex64.*view_as_real"):
+        wrap(base, **names)
+
+
+def test_is_an_optimizer_and_keeps_the_users_own_reachable() -> None:
+    model = perceptron()
+    user = torch.optim.SGD(model.parameters(), lr=0.05)
+    given = hvd.DistributedOptimizer(user, named_parameters=model.named_parameters())
+    optimizer = wrap(given)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.base_optimizer is given
+    assert user.param_groups is optimizer.param_groups
+    assert user.state is optimizer.state
+
+
+def test_nested_state_of_distributed_checkpoints_fails_by_name_and_plain_state_serves() -> None:
+    """torch looks for a parameter behind every entry of the state; this optimizer's own has none."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer = make()
+    train(model, optimizer)
+    with pytest.raises(KeyError, match="ssd_allreduce"):
+        get_optimizer_state_dict(model, optimizer)
+    before = bits(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert bits(model.parameters()) == before
+
+
 def test_copies_say_why_they_are_refused() -> None:
     _, optimizer = make()
     with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict"):

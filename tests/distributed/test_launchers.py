@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launchers import LAUNCHERS, MARKER, launch, marked_processes
+from ranks import ENGINES
 
 HANGS = "import time; print('started', flush=True); time.sleep(600)"
 ALLREDUCE = """
@@ -14,6 +15,17 @@ import horovod.torch as hvd, torch
 hvd.init()
 summed = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="ones")
 print("sum", int(summed[0]), "of", hvd.size(), flush=True)
+"""
+ALLREDUCE_WITHOUT_HOROVOD = """
+import importlib, torch, ssd_allreduce as ssd
+from ssd_allreduce.communicators import ReduceOp
+try:
+    importlib.import_module("horovod.torch")
+except ImportError:
+    engine = ssd.choose_communicator("auto").open_channel(30.0)
+    ones = torch.ones(3)
+    engine.wait(engine.allreduce_async([ones], "ones", ReduceOp.SUM), 30.0)
+    print("sum", int(ones[0]), "of", engine.size, "by", engine.key, flush=True)
 """
 
 
@@ -23,8 +35,9 @@ def launcher(request: pytest.FixtureRequest) -> str:
 
 
 def test_ranks_reduce_together(launcher: str) -> None:
-    result = launch(launcher, 2, ["python", "-c", ALLREDUCE]).check()
-    assert result.stdout.count("sum 2 of 2") == 2
+    program = ALLREDUCE_WITHOUT_HOROVOD if launcher in ENGINES else ALLREDUCE
+    result = launch(launcher, 2, ["python", "-c", program]).check()
+    assert result.stdout.count(f"sum 2 of 2{' by ' + ENGINES[launcher] if launcher in ENGINES else ''}") == 2
 
 
 def test_words_options_and_environment_arrive(launcher: str, tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ EXPECTED: dict[str, tuple[int, str, list[str]]] = {
         ("mpirun-3", "warmup"),
         ("horovodrun-gloo-2", "sync_point"),
         ("horovodrun-mpi-2", "first_step"),
+        ("mpirun-mpi4py-2", "completion"),
+        ("mpirun-mpi4py-3", "warmup"),
+        ("torchrun-2", "completion"),
+        ("torchrun-2", "first_step"),
+        ("torchrun-3", "flush"),
     ],
 )
 def test_waiting_for_a_rank_that_does_not_come(launched: str, where: str, tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_waiting_for_a_rank_that_does_not_come(launched: str, where: str, tmp_pa
     assert any(found["error"] == "CommunicationTimeoutError" for found in waited)
 
 
-@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2", "horovodrun-mpi-2"])
+@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2", "horovodrun-mpi-2", "mpirun-mpi4py-2"])
 def test_job_ends_when_a_rank_is_frozen(launched: str, tmp_path: Path) -> None:
     result, waited = lose_rank(launched, "completion", "stop", tmp_path)
 
@@ -82,7 +87,7 @@ def test_job_ends_when_a_rank_is_frozen(launched: str, tmp_path: Path) -> None:
     assert waited[0]["seconds"] < TIMEOUT + END_SECONDS
 
 
-@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2"])
+@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2", "mpirun-mpi4py-2", "torchrun-2"])
 def test_job_ends_when_a_rank_is_killed(launched: str, tmp_path: Path) -> None:
     result, waited = lose_rank(launched, "completion", "kill", tmp_path)
 
@@ -92,10 +97,14 @@ def test_job_ends_when_a_rank_is_killed(launched: str, tmp_path: Path) -> None:
         assert found["error"] in ("CommunicationError", "CommunicationTimeoutError")
 
 
-@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2"])
+@pytest.mark.parametrize("launched", ["mpirun-2", "horovodrun-gloo-2", "mpirun-mpi4py-2", "torchrun-2"])
 def test_rank_that_ends_without_flush_ends_the_others(launched: str, tmp_path: Path) -> None:
     result, waited = lose_rank(launched, "completion", "end", tmp_path)
 
     assert result.returncode not in (0, None), result.report()
+    if launched.startswith("mpirun-mpi4py"):
+        # MPI's end waits for all ranks, so that the others find none missing until their time is up.
+        assert [found["error"] for found in waited] == ["CommunicationTimeoutError"], result.report()
+        return
     assert [found["error"] for found in waited] == ["CommunicationError"], result.report()
     assert "Another rank has probably ended" in waited[0]["message"]

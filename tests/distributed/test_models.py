@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import cnn, flat, gradient_of, image_loss, perceptron, regression_loss, weights_of
+from ranks import ENGINE, hvd
 from simulation import Options
 from support import assert_equal_on_all_ranks, bits, is_gradient, wrap
 from test_communication import SizingCommunicator
@@ -19,8 +20,16 @@ from training import SETTINGS, SGD, STEPS, Training, simulate
 pytestmark = [
     pytest.mark.ranks("mpirun", 2),
     pytest.mark.ranks("horovodrun-gloo", 2),
+    *WITHOUT_HOROVOD,
     pytest.mark.filterwarnings("error"),
 ]
+
+AS_THEY_ARE: dict[str, set[torch.dtype]] = {
+    "horovod": {torch.float16},
+    "mpi": set(),
+    "torch": {torch.float16, torch.bfloat16},
+}
+"""Half-precision types that each engine sends."""
 
 ISSUES = pytest.mark.parametrize("issue", ["backward", "step"])
 
@@ -48,7 +57,7 @@ def test_half_precision_models(dtype: torch.dtype, glu: str, issue: str) -> None
     training.optimizer.flush()
     assert_equal_on_all_ranks(training.model.parameters())
     # Sums of half-precision gradients would overflow or lose their low bits.
-    warmup = {torch.float16} if dtype == torch.float16 else {torch.float32}
+    warmup = {dtype if dtype in AS_THEY_ARE[ENGINE] else torch.float32}
     assert communicator.dtypes == {torch.float32} | warmup
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, wrap
 from torch import Tensor
 from twin_simulation import MakeOptimizer, TwinSimulation, with_options

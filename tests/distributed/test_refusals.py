@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import horovod.torch as hvd
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD, on_any_engine
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 from torch import nn
 
@@ -27,7 +28,7 @@ from ssd_allreduce import (
     WeightsChangedError,
 )
 
-pytestmark = [pytest.mark.ranks("mpirun", 2), pytest.mark.timeout(40)]
+pytestmark = [pytest.mark.ranks("mpirun", 2), *WITHOUT_HOROVOD, pytest.mark.timeout(40)]
 
 Edit: TypeAlias = "Callable[[Training], object]"
 
@@ -36,7 +37,8 @@ AT_ONCE = {"delay_steps": 3, "overlap_steps": 0}
 SYNC_POINT = 2
 WARMUP = {"warmup_steps": 99}
 
-with_three_ranks = pytest.mark.ranks("mpirun", 2, 3)
+with_three_ranks = on_any_engine(2, 3)
+only_with_horovod = pytest.mark.ranks("mpirun", 2)
 with_gloo = pytest.mark.ranks("horovodrun-gloo", 2)
 every_wrapping = pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "horovod"])
 
@@ -162,6 +164,7 @@ def test_bad_names_are_refused_on_every_rank(names: Callable[[nn.Module], Any], 
     ],
     ids=lambda option: next(iter(option)),
 )
+@only_with_horovod
 def test_what_horovod_was_to_be_told_is_refused_for_its_optimizer(option: dict[str, Any]) -> None:
     training = Training(wrapped=True)
     training.optimizer.close()
@@ -169,6 +172,16 @@ def test_what_horovod_was_to_be_told_is_refused_for_its_optimizer(option: dict[s
         wrap(training.given, **option)
 
 
+@only_with_horovod
+@pytest.mark.parametrize("engine", ["mpi", "torch"])
+def test_another_engine_is_refused_for_horovods_optimizer(engine: str) -> None:
+    training = Training(wrapped=True)
+    training.optimizer.close()
+    with pytest.raises(ValueError, match=f"communicator='{engine}' was given for an optimizer that Horovod"):
+        wrap(training.given, communicator=engine)
+
+
+@only_with_horovod
 def test_adasum_is_refused() -> None:
     model = perceptron(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,6 +190,7 @@ def test_adasum_is_refused() -> None:
         wrap(adasum)
 
 
+@only_with_horovod
 @every_wrapping
 def test_wrapping_twice_is_refused_either_way_round(wrapped: bool) -> None:
     training = Training(wrapped, **DELAY)
@@ -262,7 +276,7 @@ def test_a_setting_that_differs_is_told_to_every_rank(
     assert_all_hear(training, f"{option} is {here!r} on rank 0 and {there!r} on rank {last}")
 
 
-@with_three_ranks
+@pytest.mark.ranks("mpirun", 2, 3)
 @pytest.mark.parametrize(
     ("option", "here", "there", "told"),
     [
@@ -283,7 +297,7 @@ def test_an_option_of_horovods_that_differs_is_told_to_every_rank(
     assert_all_hear(training, told)
 
 
-@with_three_ranks
+@pytest.mark.ranks("mpirun", 2, 3)
 def test_groups_of_tensors_that_differ_are_told_to_every_rank() -> None:
     model = perceptron(torch.float32)
     parameters = list(model.parameters())
@@ -628,6 +642,7 @@ def test_more_backward_passes_than_announced_are_refused_in_any_step(
         training.backward(steps)
 
 
+@only_with_horovod
 def test_what_horovod_was_announced_counts() -> None:
     training = Training(wrapped=True, horovod={"backward_passes_per_step": 2}, **DELAY)
     for step in range(5):
@@ -688,6 +703,7 @@ def test_calls_after_close_are_refused_and_the_users_optimizer_is_its_own_again(
         assert len({b"".join(b) for b in on_every_rank(bits(training.model.parameters()))}) > 1
 
 
+@only_with_horovod
 def test_the_horovod_optimizer_is_not_stepped_behind_the_wrapper() -> None:
     training = Training(wrapped=True, **DELAY)
     training.run(1)
@@ -729,7 +745,7 @@ def test_a_sparse_gradient_is_refused_by_name(wrapped: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "steps"), [({"delay_steps": 1}, 1), (AT_ONCE, SYNC_POINT)], ids=["k1", "d0"]
 )
-def test_a_parameter_unfrozen_later_is_an_error_on_all_ranks(
+def test_a_parameter_unfrozen_without_a_flush_is_an_error_on_all_ranks(
     settings: dict[str, Any], steps: int, everywhere: bool, wrapped: bool
 ) -> None:
     model = perceptron(torch.float32)

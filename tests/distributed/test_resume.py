@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from checkpoints import DELAY_STEPS, RULES, STEPS, WARMUP_STEPS, Run, settings_of
+from launch_plan import on_any_engine
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, bits, on_every_rank, wrap
 
 pytestmark = pytest.mark.ranks("mpirun", 2)
@@ -62,6 +65,7 @@ def test_saving_changes_nothing(rule: str, overlap_steps: int) -> None:
     assert saving.history == never_saving.history
 
 
+@on_any_engine(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("overlap_steps", [0, 2, 3])
 def test_continues_after_any_step(rule: str, overlap_steps: int) -> None:
@@ -102,6 +106,7 @@ def test_continues_whether_saved_inside_global_weights_or_outside(stopped_at: in
     assert_continues(saved, run)
 
 
+@on_any_engine(2)
 def test_continues_in_the_same_objects() -> None:
     """Going back to an earlier state of a run that has gone on."""
     run, saved = train_and_save_after_every_step(settings_of("momentum", 2))
@@ -134,6 +139,7 @@ def assert_continues_from_rank_0(saved: bytes, run: Run, start: int) -> None:
     assert all(resumed.history[step] == run.history[step] for step in range(start + 1, STEPS + 1))
 
 
+@on_any_engine(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "stopped_at",
@@ -233,11 +239,41 @@ def test_checkpoint_serves_plain_training() -> None:
     model.load_state_dict(run.model.state_dict())
     plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.1)
 
-    content = run.optimizer.state_dict()
-    content["state"] = {key: value for key, value in content["state"].items() if isinstance(key, int)}
-    plain.load_state_dict(content)
+    plain.load_state_dict(run.optimizer.state_dict())
 
     assert plain.param_groups[0]["momentum"] == 0.9
     assert plain.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
     momenta = [plain.state[p]["momentum_buffer"] for p in model.parameters()]
     assert bits(model.parameters()) + bits(momenta) == run.global_snapshot()
+    regression_loss(model, hvd.rank(), STEPS).backward()
+    plain.step()
+    assert bits(model.parameters()) != run.global_snapshot()[: len(momenta)]
+
+
+def test_foreign_checkpoint_is_refused_with_what_differs() -> None:
+    run = Run(settings_of("momentum", overlap_steps=2))
+    run.train(FLUSHED_AT)
+    run.optimizer.flush()
+    before = run.global_snapshot()
+    for change, message in (
+        ({"names": ["0.weight", "0.bias", "2.weight", "head.bias"]}, r"differ in 2\.bias, head\.bias"),
+        ({"format": 99}, "format 99"),
+    ):
+        content = copy.deepcopy(run.optimizer.state_dict())
+        content["state"]["ssd_allreduce"].update(change)
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.load_state_dict(content)
+    assert run.global_snapshot() == before
+
+
+def test_rank_0_alone_saves_inside_global_weights(shared_path: Path) -> None:
+    """The usual pattern, in mid-period: nobody waits for anybody."""
+    run = Run(settings_of("momentum", overlap_steps=2))
+    run.train(FLUSHED_AT + 1)
+    with run.optimizer.global_weights():
+        if hvd.rank() == 0:
+            state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+            torch.save(state, shared_path / "checkpoint.pt")
+    hvd.barrier()
+    saved = torch.load(shared_path / "checkpoint.pt", weights_only=True)
+    assert bits(saved["model"].values()) == run.global_snapshot()[: len(saved["model"])]

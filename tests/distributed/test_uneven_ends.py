@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import gradient_of, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Options, Simulation, Vector
 from support import RecordingCommunicator, assert_equal_on_all_ranks, is_gradient, on_every_rank, wrap
 
-pytestmark = [pytest.mark.ranks("mpirun", 2, 3), pytest.mark.ranks("horovodrun-gloo", 2)]
+pytestmark = [
+    pytest.mark.ranks("mpirun", 2, 3),
+    pytest.mark.ranks("horovodrun-gloo", 2),
+    *WITHOUT_HOROVOD,
+]
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 0.01
 DELAY_STEPS = 4
@@ -103,6 +108,8 @@ def test_weights_are_the_exact_mean_of_the_steps_made(
 
 
 @pytest.mark.ranks("mpirun", 2, 3)
+@pytest.mark.ranks("mpirun-mpi4py", 2, 3)
+@pytest.mark.ranks("torchrun", 2, 3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("overlap_steps", "wrapped", "issue"), [(1, True, "backward"), (3, False, "backward"), (3, True, "step")]

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 from problems import flat, gradient_of, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Gradient, Options, Vector
 from support import TIMEOUT, assert_equal_on_all_ranks, bits, wrap
 from torch import nn

@@ -6,17 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from launch_plan import PARAMETER, make_launches
+from ranks import hvd
 from support import RecordingCommunicator, is_gradient, wrap
 from torch import Tensor
 
 from ssd_allreduce import ops
 
 FOLDER = Path(__file__).parents[1] / "vectors"
-KERNELS = ("compiled", "reference")
+LAUNCHES = [
+    ("mpirun", "compiled"),
+    ("mpirun", "reference"),
+    ("mpirun-mpi4py", "compiled"),
+    ("torchrun", "compiled"),
+]
 TOLERANCE = 1e-9
 SMALLEST_SCALE = 1e-3
 
@@ -29,10 +34,10 @@ def load(name: str) -> dict[str, Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each vector on its own number of ranks, with the extension and with its fallback."""
     pairs = []
-    for kernels in KERNELS:
+    for launcher, kernels in LAUNCHES:
         for name in sorted(path.stem for path in FOLDER.glob("*.json")):
             ranks = load(name)["case"]["workers"]
-            (launch,) = make_launches("mpirun", ranks, env={"SSD_ALLREDUCE_KERNELS": kernels})
+            (launch,) = make_launches(launcher, ranks, env={"SSD_ALLREDUCE_KERNELS": kernels})
             pairs.append(pytest.param(launch, name, id=f"{launch}-{name}"))
     metafunc.parametrize((PARAMETER, "vector"), pairs, indirect=[PARAMETER])
 

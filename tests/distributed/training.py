@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from problems import Loss, flat, gradient_of, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Gradient, Options, Simulation, Vector
 from support import RecordingCommunicator, wrap
 from torch import nn

@@ -178,6 +178,47 @@ class ThreadRank:
         return None
 
 
+class OrderedThreadRank(ThreadRank):
+    """The same, matching the n-th operations of a channel's ranks, whatever they are called.
+
+    Unlike tensors of equal size are added without a word, as real engines do.
+    """
+
+    def __init__(self, world: World, rank: int, channel: int = 0) -> None:
+        super().__init__(world, rank)
+        self._channel = channel
+        self._opened = 0
+        self._count = 0
+        self.channels: list[OrderedThreadRank] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        dtypes = frozenset({torch.float32, torch.float64})
+        return Capabilities("order", dtypes, frozenset({"cpu"}), threads=True)
+
+    def open_channel(self, timeout: float) -> OrderedThreadRank:
+        self._opened += 1
+        self.channels.append(OrderedThreadRank(self._world, self._rank, self._opened))
+        return self.channels[-1]
+
+    def allreduce_async(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Handle:
+        assert len(tensors) == 1
+        assert op is not ReduceOp.AVERAGE
+        assert (prescale, postscale) == (1.0, 1.0)
+        self.sent.append(name)
+        self._count += 1
+        key = (self._channel, self._count)
+        self._world.submit(key, self._rank, list(tensors), op, (1.0, 1.0))
+        return key
+
+
 class World:
     """Where the threads meet."""
 
@@ -256,7 +297,9 @@ class Outcome:
     error: BaseException | None = None
 
 
-def run_ranks(size: int, program: Callable[[ThreadRank], Any]) -> list[Outcome]:
+def run_ranks(
+    size: int, program: Callable[[Any], Any], engine: type[ThreadRank] = ThreadRank
+) -> list[Outcome]:
     """Run a program on every rank, and return how each ended. A rank that ends by an error ends the
     engine, as a process that dies does.
     """
@@ -265,7 +308,7 @@ def run_ranks(size: int, program: Callable[[ThreadRank], Any]) -> list[Outcome]:
 
     def run(rank: int) -> None:
         try:
-            outcomes[rank].value = program(ThreadRank(world, rank))
+            outcomes[rank].value = program(engine(world, rank))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             outcomes[rank].error = error
             world.abort(f"rank {rank} has ended")
@@ -289,6 +332,31 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def on_ranks(size: int, program: Callable[[ThreadRank], Any]) -> list[Any]:
+def on_ranks(size: int, program: Callable[[Any], Any], engine: type[ThreadRank] = ThreadRank) -> list[Any]:
     """:func:`run_ranks` for programs that end well."""
-    return values(run_ranks(size, program))
+    return values(run_ranks(size, program, engine))
+
+
+class SlowLoopback(Loopback):
+    """A Loopback whose gradients take a while to arrive."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(size)
+        self.seconds = seconds
+
+    def allreduce_async(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> float:
+        super().allreduce_async(tensors, name, op, prescale, postscale)
+        return time.monotonic() + (self.seconds if name.endswith(".accumulated") else 0.0)
+
+    def poll(self, handle: float) -> bool:
+        return time.monotonic() >= handle
+
+    def wait(self, handle: float, timeout: float) -> None:
+        time.sleep(max(0.0, handle - time.monotonic()))

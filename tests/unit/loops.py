@@ -113,12 +113,13 @@ class LeastSquares(torch.nn.Module):
 
 @contextlib.contextmanager
 def a_scaler_says(optimizer: Any, overflow: bool) -> Iterator[None]:
-    """What torch's GradScaler sets around ``step()`` when gradients have been unscaled."""
+    """What torch's GradScaler sets around ``step()`` when gradients have been unscaled.
+
+    As torch does, it removes that only where ``step()`` has succeeded.
+    """
     optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(overflow)), None
-    try:
-        yield
-    finally:
-        del optimizer.found_inf, optimizer.grad_scale
+    yield
+    del optimizer.found_inf, optimizer.grad_scale
 
 
 def train_case(

@@ -415,7 +415,7 @@ def another_format(state: dict[str, Any]) -> None:
         (another_name, r"holds 4 parameters and the optimizer 4; they differ in 0\.bias, head\.bias"),
         (another_order, r"the same names in another order"),
         (a_parameter_less, r"holds 3 parameters and the optimizer 4; they differ in 2\.bias"),
-        (another_format, r"has format 99; this version reads format 1"),
+        (another_format, r"has format 99; this version reads format 2"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_nothing_has_changed(

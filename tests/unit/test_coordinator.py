@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import RecordingEngine, ThreadRank, on_ranks
+from engines import OrderedThreadRank, RecordingEngine, ThreadRank, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import assert_traces_agree, train_case
@@ -15,8 +15,12 @@ from oracle import Case, SGDOptions, simulate
 RULES = ("momentum", "gradient", "displacement", "none")
 
 
-def run(case: Case, issue: str) -> list[Any]:
-    return on_ranks(case.size, lambda engine: train_case(case, engine, issue))
+ENGINES = (ThreadRank, OrderedThreadRank)
+"""One that matches operations by name, and one that matches them by order."""
+
+
+def run(case: Case, issue: str, engine: type[ThreadRank] = ThreadRank) -> list[Any]:
+    return on_ranks(case.size, lambda rank: train_case(case, rank, issue), engine)
 
 
 @st.composite
@@ -63,11 +67,11 @@ def cases(draw: Any) -> Case:
 
 
 @settings(deadline=None, max_examples=40)
-@given(case=cases(), issue=st.sampled_from(["backward", "step"]))
-def test_any_training_gives_what_the_algorithm_says(case: Case, issue: str) -> None:
+@given(case=cases(), issue=st.sampled_from(["backward", "step"]), engine=st.sampled_from(ENGINES))
+def test_any_training_gives_what_the_algorithm_says(case: Case, issue: str, engine: type[ThreadRank]) -> None:
     """Any rule, period, overlap, warm-up and optimizer; ranks that end early, and steps that overflow."""
     expected = simulate(case)
-    assert_traces_agree(run(case, "step" if case.overflows else issue), expected)
+    assert_traces_agree(run(case, "step" if case.overflows else issue, engine), expected)
 
 
 @pytest.mark.parametrize("issue", ["backward", "step"])
@@ -91,9 +95,10 @@ def test_every_rule_in_every_kind_of_period(glu: str, k: int, d: int, issue: str
     ],
 )
 @pytest.mark.parametrize("d", [0, 2])
-def test_ranks_may_end_at_different_steps(steps: tuple[int, ...], d: int) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_may_end_at_different_steps(steps: tuple[int, ...], d: int, engine: type[ThreadRank]) -> None:
     case = Case(2, 4, d, 3, "momentum", steps, SGDOptions(0.1, momentum=0.9))
-    traces = run(case, "backward")
+    traces = run(case, "backward", engine)
     assert_traces_agree(traces, simulate(case))
     for trace in traces:
         assert np.array_equal(trace.local[-1], trace.world[-1]), "after flush() local are global weights"

@@ -101,7 +101,7 @@ def test_wrapping_twice_is_refused() -> None:
     train_step(model, optimizer)
 
 
-@pytest.mark.parametrize("wrong", [object(), 2, "horovod"])
+@pytest.mark.parametrize("wrong", [object(), 2, None])
 def test_what_is_no_communicator_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"communicator=.* lacks methods.*ssd_allreduce\.Loopback\(size\)"):
         wrap(small_model(), wrong)
@@ -789,14 +789,46 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused_where_hooks_send(
         loss.backward(create_graph=True)
 
 
-def test_a_parameter_frozen_at_wrapping_and_unfrozen_later_is_refused_by_name() -> None:
+def test_a_parameter_unfrozen_later_is_refused_by_name_until_a_flush() -> None:
     model = small_model()
     model[0].weight.requires_grad_(False)
     optimizer = wrap(model, Loopback(2), **DELAY)
     train_step(model, optimizer)
     model[0].weight.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"'0\.weight' was frozen.*flush\(\), close\(\) and wrap anew"):
+    with pytest.raises(UsageError, match=r"'0\.weight' was frozen.*Call flush\(\) on all ranks"):
         train_step(model, optimizer)
+    optimizer.flush()
+    before = weights(model)
+    train_step(model, optimizer)
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_a_group_added_later_is_refused_until_a_flush() -> None:
+    model, other = small_model(), small_model()
+    optimizer = wrap(model, Loopback(2), **DELAY)
+    train_step(model, optimizer)
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    with pytest.raises(UsageError, match=r"1 param groups were added.*Call flush\(\) on all ranks"):
+        train_step(model, optimizer)
+    optimizer.flush()
+    before = weights(other)
+    loss_of(other).backward()
+    optimizer.step()
+    assert not equal(weights(other), before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_without_names_or_with_names_in_use_is_refused(size: int) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size), **DELAY)
+    new = torch.nn.Parameter(torch.ones(2, 7))
+    with pytest.raises(ValueError, match=r"1 parameters have no name \(shapes \(2, 7\)\).*pairs"):
+        optimizer.add_param_group({"params": new})
+    with pytest.raises(ValueError, match=r"must be unique; used more than once: 0\.weight"):
+        optimizer.add_param_group({"params": [("0.weight", new)]})
+    with pytest.raises(TypeError, match=r"'c' has dtype torch.complex64"):
+        optimizer.add_param_group({"params": [("c", torch.nn.Parameter(new.to(torch.complex64)))]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_scaler_first_seen_after_hooks_have_sent_is_refused_on_all_ranks() -> None:

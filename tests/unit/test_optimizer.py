@@ -135,18 +135,44 @@ def test_zero_grad_has_torchs_signature(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_groups_cannot_be_added_after_wrapping_whoever_is_asked(size: int) -> None:
+def test_groups_are_added_to_the_wrapper_alone(size: int) -> None:
     model = small_model()
     base = sgd(model)
     optimizer = wrap(model, Loopback(size), base)
-    group = {"params": [torch.nn.Parameter(torch.ones(2))]}
-    for holder in (optimizer, base):
-        with pytest.raises(UsageError, match=r"add_param_group\(\) after wrapping.*wrap anew"):
-            holder.add_param_group(dict(group))
-    assert len(optimizer.param_groups) == 1
+    group = {"params": [("extra", torch.nn.Parameter(torch.ones(2)))], "lr": 0.5}
+    with pytest.raises(UsageError, match=r"driven by .*Call add_param_group\(\) on that one"):
+        base.add_param_group(dict(group))
+    optimizer.add_param_group(group)
+    assert [g["lr"] for g in base.param_groups] == [0.1, 0.5]
+    assert base.param_groups is optimizer.param_groups
     optimizer.close()
-    base.add_param_group(group)
-    assert len(base.param_groups) == 2
+    base.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(base.param_groups) == 3
+
+
+def test_names_of_the_groups_serve_those_that_are_added() -> None:
+    """torch wants names in all groups or in none."""
+    model, other = small_model(), small_model()
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = wrap(model, Loopback(2), named, named_parameters=None)
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    assert optimizer.param_groups[1]["param_names"][0] == "other.0.weight"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_holds_what_has_joined(size: int) -> None:
+    model, other = small_model(), small_model()
+    optimizer = wrap(model, Loopback(size), delay_steps=3)
+    train_step(model, optimizer)
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    optimizer.flush()
+    train_step(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    trained = weights(other)
+    fill(other, 0.0)
+    optimizer.adopt_weights()
+    optimizer.load_state_dict(state)
+    assert equal(weights(other), trained)
 
 
 @pytest.mark.parametrize(

@@ -136,11 +136,29 @@ def test_accumulators_lie_like_the_parameters_in_float32_at_least(
 def test_unfreezing_is_found_by_name() -> None:
     frozen = parameter(2, trained=False)
     parameters = make(groups_of([parameter(1), frozen]))
-    assert parameters.find_unfrozen() is None
+    assert parameters.find_newcomer() is None
+    assert not parameters.have_changed()
     frozen.requires_grad_(True)
-    problem = parameters.find_unfrozen()
+    assert parameters.have_changed()
+    problem = parameters.find_newcomer()
     assert isinstance(problem, UsageError)
     assert "Parameter 'p1' was frozen" in str(problem)
+
+
+def test_added_groups_are_found() -> None:
+    groups = groups_of([parameter(1)])
+    parameters = make(groups)
+    groups.append({"params": [parameter(2)]})
+    assert parameters.have_changed()
+    assert "1 param groups were added" in str(parameters.find_newcomer())
+
+
+def test_freezing_changes_what_is_trained_and_is_no_error() -> None:
+    first, second = parameter(1), parameter(2)
+    parameters = make(groups_of([first, second]))
+    first.requires_grad_(False)
+    assert parameters.have_changed()
+    assert parameters.find_newcomer() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn])

@@ -61,7 +61,7 @@ def test_integers_of_other_libraries_are_integers(value: Any) -> None:
         ({"delay_steps": -3}, ValueError, r"delay_steps=-3 must be an integer of at least 1"),
         ({"delay_steps": 4.0}, TypeError, r"delay_steps=4\.0 must be an integer of at least 1"),
         ({"delay_steps": True}, TypeError, r"delay_steps=True must be an integer"),
-        ({"delay_steps": "4"}, TypeError, r"delay_steps='4' must be an integer"),
+        ({"delay_steps": "4"}, TypeError, r"delay_steps='4' must be an integer of at least 1, or 'auto'"),
         ({"delay_steps": None}, TypeError, r"delay_steps=None must be an integer"),
         ({"overlap_steps": -1}, ValueError, r"overlap_steps=-1 must be an integer of at least 0"),
         ({"overlap_steps": 1.5}, TypeError, r"overlap_steps=1\.5 must be an integer of at least 0"),
@@ -158,3 +158,32 @@ def test_every_option_that_changes_the_result_is_described_to_the_other_ranks() 
         assert (name, repr(value)) in after
         assert after != before
     assert check(**settings, issue="step", timeout=1.0).describe() == before
+
+
+def test_automatic_periods_have_defaults_and_limits() -> None:
+    settings = check(delay_steps="auto", overlap_steps=None)
+    assert (settings.delay_steps, settings.overlap_steps) == (4, 2)
+    assert settings.automatic is not None
+    assert (settings.automatic.limits.longest, settings.automatic.periods) == (16, 100)
+    small = check(delay_steps="auto", overlap_steps=3, max_delay_steps=2, retune_periods=0)
+    assert (small.delay_steps, small.overlap_steps) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"delay_steps": "auto", "max_delay_steps": 1},
+            r"max_delay_steps=1 must be an integer of at least 2",
+        ),
+        (
+            {"delay_steps": "auto", "retune_periods": -1},
+            r"retune_periods=-1 must be an integer of at least 0",
+        ),
+        ({"delay_steps": 8, "max_delay_steps": 9}, r"max_delay_steps given with delay_steps=8.*'auto'"),
+        ({"delay_steps": 8, "retune_periods": 9}, r"retune_periods given with delay_steps=8.*'auto'"),
+    ],
+)
+def test_wrong_automatic_periods_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**{"overlap_steps": None, **options})

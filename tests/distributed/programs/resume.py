@@ -16,7 +16,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoints import RULES, STEPS, Run, settings_of
 from problems import gradient_of, perceptron, regression_loss, weights_of
+from ranks import hvd
 from simulation import Options, Simulation
 from support import bits, on_every_rank
 

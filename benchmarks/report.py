@@ -1,0 +1,118 @@
+"""Writes docs/benchmarks.md from the JSON files that the benchmarks wrote. No figure is typed by hand.
+
+    python benchmarks/report.py
+
+A section whose file is missing is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+INTRODUCTION = """# Benchmarks
+
+Written by `python benchmarks/report.py` from JSON files in this folder, which the benchmarks wrote.
+[benchmarks/README.md](../benchmarks/README.md) says what each number means and how to measure again.
+"""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def measured(report: dict[str, Any]) -> str:
+    what = [f"{key.replace('_', ' ')} {report[key]}" for key in report if key not in ("results", "summary")]
+    return "; ".join(what).replace("date ", "", 1) + ".\n"
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None or value != value else f"{value:.{digits}f}"
+
+
+def throughput(report: dict[str, Any]) -> str:
+    parts = ["## Throughput\n", measured(report)]
+    for model, rate in dict.fromkeys((r["model"], r["rate"]) for r in report["results"]):
+        chosen = [r for r in report["results"] if (r["model"], r["rate"]) == (model, rate)]
+        rows = [
+            [
+                r["method"],
+                r["engine"],
+                "" if r["k"] is None else str(r["k"]),
+                "" if r["d"] is None else str(r["d"]),
+                number(r["samples_per_second"], 1),
+                number(r["share_of_compute"], 3),
+                number(r["speedup_over_horovod"], 2),
+                number(r["megabytes_on_wire"], 2),
+                number(r["megabytes_computed"], 2),
+                number(1e3 * r["cpu_seconds"], 1),
+            ]
+            for r in chosen
+        ]
+        head = (
+            "method, engine, k, d, samples/s, share of compute, x Horovod, MB/step, MB computed, CPU ms/step"
+        )
+        parts += [f"### {model}, {rate}\n", table(head.split(", "), rows)]
+    return "\n".join(parts)
+
+
+def convergence(report: dict[str, Any]) -> str:
+    parts = ["## Accuracy\n", measured(report)]
+    for shards in dict.fromkeys(row["shards"] for row in report["summary"]):
+        chosen = [row for row in report["summary"] if row["shards"] == shards]
+        rows = [
+            [
+                row["method"],
+                row["rule"] or "",
+                str(row["k"]),
+                str(row["d"]),
+                str(row["seeds"]),
+                number(100 * row["test_accuracy"], 2),
+                percent(row["deviation"]),
+                percent(row["paired_difference"]),
+                percent(row["deviation_of_difference"]),
+                number(row["train_loss"], 4),
+            ]
+            for row in chosen
+        ]
+        head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, loss"
+        parts += [f"### {shards} shards\n", table(head.split(", "), rows)]
+    return "\n".join(parts)
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.2f}"
+
+
+def memory(report: dict[str, Any]) -> str:
+    rows = [[r["method"], number(r["bytes_per_element"], 1), str(r["counted"])] for r in report["results"]]
+    head = ["method", "peak bytes per parameter element", "counted"]
+    return "\n".join(["## Memory\n", measured(report), table(head, rows)])
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "throughput.json": throughput,
+    "convergence.json": convergence,
+    "memory.json": memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where the JSON files are")
+    arguments = parser.parse_args()
+    parts = [INTRODUCTION]
+    for name, section in SECTIONS.items():
+        path = arguments.folder / name
+        if path.exists():
+            parts.append(section(json.loads(path.read_text())))
+    (arguments.folder / "benchmarks.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
