@@ -80,6 +80,11 @@ class Schedule:
         """Whether a sync point has been issued whose completion is still to come."""
         return self.steps_since_sync is not None
 
+    @property
+    def at_sync_event(self) -> bool:
+        """Whether the next step hands tensors to allreduce."""
+        return self.position == self.delay_steps - 1 or self.stage is Stage.WARMUP
+
     def plan(self) -> StepPlan:
         """What the next step does. Changes nothing."""
         stage = self.stage
