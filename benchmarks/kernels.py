@@ -47,6 +47,7 @@ DTYPES = {
 }
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 1e-4
 REPLAYED_STEPS = 8
+BETA1, BETA2, EPS, ADAM_STEP = 0.9, 0.999, 1e-8, 100
 
 Lists = dict[str, list[Tensor]]
 
@@ -182,6 +183,114 @@ def rebase_shift_foreach(x: Lists) -> None:
     torch._foreach_add_(x["weights"], torch._foreach_sub(x["global_weights"], x["weight_snapshots"]))
 
 
+def local_adam(x: Lists) -> None:
+    ops.local_adam_(
+        x["weights"],
+        x["gradients"],
+        x["firsts"],
+        x["seconds"],
+        x["accumulators"],
+        x["squares"],
+        lr=LR,
+        beta1=BETA1,
+        beta2=BETA2,
+        eps=EPS,
+        weight_decay=0.0,
+        decoupled=False,
+        maximize=False,
+        gradient_scale=1.0,
+        step=ADAM_STEP,
+        accumulation=1,
+    )
+
+
+def adam_foreach(x: Lists, gradients: list[Tensor], step: int, noise: list[Tensor] | None = None) -> None:
+    torch._foreach_mul_(x["firsts"], BETA1)
+    torch._foreach_add_(x["firsts"], gradients, alpha=1 - BETA1)
+    torch._foreach_mul_(x["seconds"], BETA2)
+    torch._foreach_addcmul_(x["seconds"], gradients, gradients, 1 - BETA2)
+    if noise is not None:
+        torch._foreach_add_(x["seconds"], noise)
+    denominators = torch._foreach_sqrt(x["seconds"])
+    torch._foreach_div_(denominators, (1 - BETA2**step) ** 0.5)
+    torch._foreach_add_(denominators, EPS)
+    torch._foreach_addcdiv_(x["weights"], x["firsts"], denominators, -LR / (1 - BETA1**step))
+
+
+def local_adam_foreach(x: Lists) -> None:
+    torch._foreach_add_(x["accumulators"], x["gradients"])
+    torch._foreach_addcmul_(x["squares"], x["gradients"], x["gradients"])
+    adam_foreach(x, x["gradients"], ADAM_STEP)
+
+
+def replay_adam(x: Lists) -> None:
+    ops.replay_adam_(
+        x["weights"],
+        x["firsts"],
+        x["seconds"],
+        x["sums"],
+        x["squares"],
+        [],
+        count=2 * REPLAYED_STEPS,
+        divisor=2.0 * REPLAYED_STEPS,
+        steps_before=ADAM_STEP,
+        lrs=[LR] * REPLAYED_STEPS,
+        beta1s=[BETA1] * REPLAYED_STEPS,
+        beta2s=[BETA2] * REPLAYED_STEPS,
+        epsilons=[EPS] * REPLAYED_STEPS,
+        weight_decays=[0.0] * REPLAYED_STEPS,
+        missing_noises=[0.5] * REPLAYED_STEPS,
+        decoupled=False,
+        maximize=False,
+        correction=0,
+    )
+
+
+def replay_adam_foreach(x: Lists) -> None:
+    count = 2.0 * REPLAYED_STEPS
+    mean = torch._foreach_div(x["sums"], count)
+    noise = torch._foreach_div(x["squares"], count)
+    torch._foreach_addcmul_(noise, mean, mean, -1.0)
+    torch._foreach_clamp_min_(noise, 0.0)
+    torch._foreach_mul_(noise, count / (count - 1) * 0.5 * (1 - BETA2))
+    for replayed in range(REPLAYED_STEPS):
+        adam_foreach(x, mean, ADAM_STEP + replayed + 1, noise)
+
+
+def rebase_adam(x: Lists) -> None:
+    ops.rebase_adam_(
+        x["weights"],
+        x["firsts"],
+        x["seconds"],
+        x["global_weights"],
+        x["global_firsts"],
+        x["global_seconds"],
+        x["weight_snapshots"],
+        x["first_snapshots"],
+        x["second_snapshots"],
+        first_decay=1e-3,
+        second_decay=1e-3,
+        displacement_factor=LR,
+        beta2=BETA2,
+        eps=EPS,
+        step=ADAM_STEP,
+    )
+
+
+def rebase_adam_foreach(x: Lists) -> None:
+    first_change = torch._foreach_sub(x["global_firsts"], x["first_snapshots"])
+    second_change = torch._foreach_sub(x["global_seconds"], x["second_snapshots"])
+    weight_change = torch._foreach_sub(x["global_weights"], x["weight_snapshots"])
+    denominators = torch._foreach_sqrt(x["seconds"])
+    torch._foreach_div_(denominators, (1 - BETA2**ADAM_STEP) ** 0.5)
+    torch._foreach_add_(denominators, EPS)
+    torch._foreach_addcdiv_(weight_change, first_change, denominators, -LR)
+    torch._foreach_add_(x["weights"], weight_change)
+    torch._foreach_add_(x["firsts"], first_change, alpha=1e-3)
+    torch._foreach_add_(x["seconds"], second_change, alpha=1e-3)
+    torch._foreach_clamp_min_(x["seconds"], 0.0)
+
+
 @dataclass(frozen=True)
 class Operation:
     name: str
@@ -259,6 +368,44 @@ OPERATIONS = (
         {"weights": PARAMETER, "global_weights": PARAMETER, "weight_snapshots": STATE},
         written=("weights",),
     ),
+    Operation(
+        "local_adam_",
+        local_adam,
+        local_adam_foreach,
+        {
+            "weights": PARAMETER,
+            "gradients": PARAMETER,
+            "firsts": STATE,
+            "seconds": STATE,
+            "accumulators": STATE,
+            "squares": STATE,
+        },
+        written=("weights", "firsts", "seconds", "accumulators", "squares"),
+    ),
+    Operation(
+        "replay_adam_",
+        replay_adam,
+        replay_adam_foreach,
+        {"weights": PARAMETER, "firsts": PARAMETER, "seconds": PARAMETER, "sums": STATE, "squares": STATE},
+        written=("weights", "firsts", "seconds"),
+    ),
+    Operation(
+        "rebase_adam_",
+        rebase_adam,
+        rebase_adam_foreach,
+        {
+            "weights": PARAMETER,
+            "firsts": STATE,
+            "seconds": STATE,
+            "global_weights": PARAMETER,
+            "global_firsts": PARAMETER,
+            "global_seconds": PARAMETER,
+            "weight_snapshots": STATE,
+            "first_snapshots": STATE,
+            "second_snapshots": STATE,
+        },
+        written=("weights", "firsts", "seconds"),
+    ),
 )
 
 
@@ -302,16 +449,23 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     def seconds(self, function: Callable[[], None]) -> float:
-        self.synchronize()
+        return self._on_gpu(function) if self.device == "cuda" else self._on_cpu(function)
+
+    def _on_cpu(self, function: Callable[[], None]) -> float:
         start = time.perf_counter()
         function()
-        self.synchronize()
         return time.perf_counter() - start
+
+    def _on_gpu(self, function: Callable[[], None]) -> float:
+        """Between two events on the stream: the time to start a kernel counts only where the GPU waits."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 @dataclass
@@ -448,6 +602,13 @@ def row(result: dict[str, Any]) -> str:
     )
 
 
+def kernels_of(device: str) -> str:
+    if device == "cpu":
+        return ops.IMPLEMENTATION
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return "compiled" if has_kernel("ssd_allreduce::local_plain_", "CUDA") else "reference"
+
+
 def parse_arguments() -> argparse.Namespace:
     names = [operation.name for operation in OPERATIONS]
     parser = argparse.ArgumentParser(
@@ -461,15 +622,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=lambda text: int(float(text)), default=SIZES)
     parser.add_argument("--threads", type=int, default=None, help="default: torch's own number")
     parser.add_argument("--rounds", type=int, default=None, help="default: 101, from 10^7 on 11")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU and a CUDA build of torch; torch finds none here")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"kernels: {ops.IMPLEMENTATION}, device: {arguments.device}, torch {torch.__version__}")
-    print(f"threads: {torch.get_num_threads()}")
+    print(f"kernels: {kernels_of(arguments.device)}, device: {arguments.device}, torch {torch.__version__}")
+    print(
+        f"threads: {torch.get_num_threads()}" if arguments.device == "cpu" else torch.cuda.get_device_name()
+    )
     print(HEADER)
     results: list[dict[str, Any]] = []
     copy_gbps: dict[int, list[float]] = {}

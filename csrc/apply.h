@@ -31,6 +31,7 @@ template <std::size_t N>
 struct Item {
   std::array<void*, N> data;
   int64_t numel;
+  c10::DeviceIndex device_index = -1;
 };
 
 template <std::size_t N>
@@ -47,7 +48,7 @@ std::vector<Item<N>> collect_items(const TensorLists<N>& lists, at::ScalarType p
     if (leader.scalar_type() != parameter_type || leader.numel() == 0) {
       continue;
     }
-    Item<N> item{{}, leader.numel()};
+    Item<N> item{{}, leader.numel(), leader.device().index()};
     for (std::size_t s = 0; s < N; ++s) {
       const Stream& stream = Rule::kStreams[s];
       item.data[s] =

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "checksum.h"
 #include "operations.h"
 #include "vector_cpu.h"
 
@@ -109,31 +110,24 @@ auto apply_rule_for_this_processor() {
   return &apply_rule_baseline<T, Rule>;
 }
 
-// Sums over 32-bit words w, narrower elements zero-extended and wider ones cut in two. A plain sum
-// of words misses too much: scaling 256 doubles by 2^-16, as a gradient scaler does, leaves it as
-// it was.
 template <typename Word>
 uint64_t sum_of_mixed_words(const void* data, int64_t begin, int64_t count) {
-  constexpr uint32_t kMix = 0x9E3779B9u;
   const auto* words = static_cast<const Word*>(data);
   uint64_t sum = 0;
   for (int64_t i = begin; i < begin + count; ++i) {
-    const uint32_t word = words[i];
-    sum += static_cast<uint64_t>(word) * (word ^ kMix);
+    sum += mixed_word(words[i]);
   }
   return sum;
 }
 
-uint64_t sum_of_mixed_words(int64_t element_size, const void* data, int64_t begin, int64_t count) {
-  switch (element_size) {
+uint64_t sum_of_mixed_words(int64_t word_size, const void* data, int64_t begin, int64_t count) {
+  switch (word_size) {
     case 1:
       return sum_of_mixed_words<uint8_t>(data, begin, count);
     case 2:
       return sum_of_mixed_words<uint16_t>(data, begin, count);
-    case 4:
-      return sum_of_mixed_words<uint32_t>(data, begin, count);
     default:
-      return sum_of_mixed_words<uint32_t>(data, 2 * begin, 2 * count);
+      return sum_of_mixed_words<uint32_t>(data, begin, count);
   }
 }
 
@@ -150,23 +144,15 @@ struct CpuBackend {
 
   static at::Tensor checksum(at::TensorList tensors) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    std::vector<at::Tensor> dense;
+    const std::vector<at::Tensor> dense = checked_and_dense(tensors);
     std::vector<Item<1>> items;
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const int64_t element_size = tensors[i].element_size();
-      TORCH_CHECK_VALUE(
-          element_size == 1 || element_size == 2 || element_size == 4 || element_size == 8,
-          "ssd_allreduce::checksum: tensors[", i, "] has dtype ",
-          c10::getDtypeNames(tensors[i].scalar_type()).first, " with elements of ", element_size,
-          " bytes; 1, 2, 4 and 8 are allowed");
-      dense.push_back(tensors[i].is_non_overlapping_and_dense() ? tensors[i]
-                                                                : tensors[i].contiguous());
-      items.push_back({{const_cast<void*>(dense[i].const_data_ptr())}, dense[i].numel()});
+    for (const at::Tensor& tensor : dense) {
+      items.push_back({{const_cast<void*>(tensor.const_data_ptr())}, word_count(tensor)});
     }
     std::vector<std::atomic<uint64_t>> sums(tensors.size());
     parallel_over_elements(items, [&](int64_t index, int64_t begin, int64_t count) {
       sums[index] +=
-          sum_of_mixed_words(dense[index].element_size(), items[index].data[0], begin, count);
+          sum_of_mixed_words(word_size(dense[index]), items[index].data[0], begin, count);
     });
     at::Tensor result = at::zeros({static_cast<int64_t>(sums.size())}, at::kLong);
     std::copy(sums.begin(), sums.end(), result.mutable_data_ptr<int64_t>());

@@ -7,6 +7,9 @@
 #   SSD_ALLREDUCE_TORCH         which torch pip installs if there is none: "torch==X --index-url ..."
 #   SSD_ALLREDUCE_PYTHON        which Python the virtual environment is made of
 #   SSD_ALLREDUCE_NO_EXTENSION  1: without the compiled extension
+#   SSD_ALLREDUCE_CUDA          1: with CUDA kernels or not at all; 0: without them; by default with
+#                               them where torch is a CUDA build and an nvcc of its version is found
+#   TORCH_CUDA_ARCH_LIST        for which GPUs; by default all from compute capability 7.0 on
 #   CXX                         the C++ compiler
 
 set -euo pipefail

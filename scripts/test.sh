@@ -47,6 +47,7 @@ check "clang-format" check_cpp_style
 check "mypy" mypy --strict ssd_allreduce
 run_tests "unit tests" tests/unit
 run_tests "distributed tests" tests/distributed
+run_tests "GPU tests" tests/gpu
 
 python scripts/test_summary.py "${SUMMARY[@]}" || STATUS=1
 exit "$STATUS"

@@ -155,9 +155,12 @@ class BaseOptimizer:
 
     def run_hooks(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the step hooks (``"pre"`` or ``"post"``) registered on the objects under the wrapper."""
+        attribute = f"_optimizer_step_{kind}_hooks"
         for relative in self._relatives:
-            for hook in list(getattr(relative, f"_optimizer_step_{kind}_hooks").values()):
-                hook(relative, args, kwargs)
+            hooks = getattr(relative, attribute)
+            if hooks:
+                for hook in list(hooks.values()):
+                    hook(relative, args, kwargs)
 
     def mark_stepped(self) -> None:
         """Tell schedulers attached to the objects under the wrapper that a step was made."""

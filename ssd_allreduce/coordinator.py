@@ -132,14 +132,19 @@ class Coordinator:
         self._refuse_if_unusable("step()")
         self.agree()
         plan = self._schedule.plan()
-        quiet = plan.stage is Stage.DELAY and not plan.is_sync_point and not self._schedule.in_flight
+        # In warm-up every step is a sync event.
+        quiet = not plan.is_sync_point and not self._schedule.in_flight
         self.training.stats.stage = plan.stage
         self._check_before_step(plan, scaler)
-        with self._ending_training_on_errors():
+        # Not by the context manager below, whose generator would cost more than a tiny step's kernel.
+        try:
             if plan.stage is Stage.WARMUP:
                 self.warmup.step(contribute)
             else:
                 self.delay.step(plan, contribute)
+        except SSDError as error:
+            self._fail(error)
+            raise
         self.training.stats.step(undisturbed=quiet)
         self._reducer.observe()
         self._prepare_next_step()
@@ -220,11 +225,10 @@ class Coordinator:
         self._arm()
 
     def _arm(self) -> None:
-        plan = self._schedule.plan()
         self._reducer.count_passes = not self._issue_at_step and self._failed is None
-        if not self._reducer.count_passes or not self._agreed or not plan.is_sync_point:
+        if not self._reducer.count_passes or not self._agreed or not self._schedule.at_sync_event:
             self._reducer.mode = HookMode.SILENT
-        elif plan.stage is Stage.WARMUP:
+        elif self._schedule.stage is Stage.WARMUP:
             self._reducer.mode = HookMode.REDUCE_GRADIENT
         else:
             self._reducer.mode = HookMode.REDUCE_ACCUMULATOR

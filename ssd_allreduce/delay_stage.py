@@ -42,9 +42,11 @@ class DelayStage:
         if plan.is_sync_point:
             self._issue(flushing=False)
         training.schedule.advance()
-        if plan.completes or self.tuner.is_due:
+        tuning = self.tuner.is_due
+        if plan.completes or tuning:
             self.complete()
-        self.tuner.tune_if_due(self._empty_event)
+        if tuning:
+            self.tuner.tune_if_due(self._empty_event)
 
     def _enter(self) -> None:
         model = self._training.global_model

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -55,7 +55,8 @@ class GroupOptions:
                     self._slots.append(_Slot(group_index, option, None))
                 elif isinstance(value, tuple | list) and all(map(_is_number, value)):
                     self._slots += [_Slot(group_index, option, i) for i in range(len(value))]
-        self._column = {(slot.group, slot.name): column for column, slot in enumerate(self._slots)}
+        self.columns = {(slot.group, slot.name): column for column, slot in enumerate(self._slots)}
+        """Place in a row of each option, by group and name."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -73,11 +74,6 @@ class GroupOptions:
             value = groups[slot.group][slot.option]
             values.append(float(value if slot.element is None else value[slot.element]))
         return tuple(values)
-
-    def value(self, row: Row, group: int, option: str) -> float:
-        """One option's value in a row; 0 where the group has no such number."""
-        column = self._column.get((group, option))
-        return 0.0 if column is None else row[column]
 
     def write(self, groups: Groups, row: Row) -> None:
         """Put a row's values into groups, each in the type of the value that it replaces."""
@@ -99,19 +95,19 @@ class GroupOptions:
                 group.update(old)
 
 
-@dataclass(frozen=True)
-class StepOptions:
+class StepOptions(NamedTuple):
     """The options in force in one step.
 
-    ``options(group, "lr")`` is a value; elements of options that are tuples have names of their own:
-    ``"betas[0]"``.
+    ``options(group, "lr")`` is a value, 0 where the group has no such number; elements of options that
+    are tuples have names of their own: ``"betas[0]"``.
     """
 
     layout: GroupOptions
     row: Row
 
     def __call__(self, group: int, option: str) -> float:
-        return self.layout.value(self.row, group, option)
+        column = self.layout.columns.get((group, option))
+        return 0.0 if column is None else self.row[column]
 
     def write(self, groups: Groups) -> None:
         """Put the values into groups."""

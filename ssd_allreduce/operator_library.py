@@ -112,7 +112,8 @@ def _fake_inplace(*args: object) -> None:
 
 
 def _fake_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
+    device = tensors[0].device if tensors else None
+    return torch.empty(len(tensors), dtype=torch.int64, device=device)
 
 
 def _register() -> object:

@@ -85,7 +85,7 @@ def local_momentum_(
         nesterov,
         maximize,
         gradient_scale,
-        accumulation,
+        int(accumulation),
     )
 
 
@@ -115,7 +115,7 @@ def local_corrected_(
         gradient_weight,
         correction_weight,
         weight_decay,
-        accumulation,
+        int(accumulation),
     )
 
 
@@ -134,7 +134,7 @@ def local_plain_(
     :func:`local_momentum_`.
     """
     _ops.local_plain_.default(
-        weights, gradients, accumulators, step_size, gradient_weight, weight_decay, accumulation
+        weights, gradients, accumulators, step_size, gradient_weight, weight_decay, int(accumulation)
     )
 
 
@@ -393,11 +393,12 @@ def rebase_shift_(
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the CPU, that notices a scaled, replaced or zeroed tensor.
+    """One int64 for each tensor, on their device, that notices a scaled, replaced or zeroed tensor.
 
     The wrapping sum of ``w * (w ^ 0x9E3779B9)`` over the elements' bits, read as unsigned words
     ``w`` of at most 32 bits: elements of 1, 2 or 4 bytes are one word, of 8 bytes two. It does not
-    depend on the memory layout, nor notice elements that change places.
+    depend on the memory layout, nor notice elements that change places. All tensors are on one
+    device; the call does not wait for it, reading the result does.
     """
     result: Tensor = _ops.checksum.default(tensors)
     return result

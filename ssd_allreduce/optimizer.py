@@ -169,6 +169,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructing = False
         self._stats = StatsRecorder()
         self._skip_synchronize = False
+        # Made once: making it costs a good part of a tiny step, and steps do not nest.
+        self._no_grad = torch.no_grad()
         self._engine: Coordinator | SingleProcess
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, settings, self._stats)
@@ -213,9 +215,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._base.run_hooks("pre", (), {})
-        with torch.no_grad(), self._forgetting_scaler_on_errors():
-            contribute, scaler = self._unscale_own_gradients()
-            self._engine.step(contribute, scaler)
+        with self._no_grad:
+            try:
+                contribute, scaler = self._unscale_own_gradients()
+                self._engine.step(contribute, scaler)
+            except BaseException:
+                self._forget_scaler()
+                raise
         self._base.mark_stepped()
         self._base.run_hooks("post", (), {})
         return loss
@@ -238,15 +244,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 torch._foreach_mul_(gradients, 1.0 / float(scale))
         return finite, True
 
-    @contextmanager
-    def _forgetting_scaler_on_errors(self) -> Iterator[None]:
+    def _forget_scaler(self) -> None:
         """torch removes a GradScaler's scale only after a step that succeeds, and multiplies what is left."""
-        try:
-            yield
-        except BaseException:
-            for left_behind in ("grad_scale", "found_inf"):
-                self.__dict__.pop(left_behind, None)
-            raise
+        for left_behind in ("grad_scale", "found_inf"):
+            self.__dict__.pop(left_behind, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch does.

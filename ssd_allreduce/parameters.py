@@ -83,6 +83,8 @@ class Parameters:
                 f"{len(self._groups) - self._group_count} param groups were added since the ranks agreed "
                 "on the tensors that they exchange. Call flush() on all ranks after add_param_group()."
             )
+        if not self.frozen:
+            return None
         for parameter, name in zip(self.frozen, self.frozen_names, strict=True):
             if parameter.requires_grad:
                 return UsageError(

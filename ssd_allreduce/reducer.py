@@ -242,6 +242,8 @@ class Reducer:
         ``.data``, so at sync points the bits are compared; in warm-up the engine itself writes into
         the gradient, and the version counter is all there is.
         """
+        if not self._handed:
+            return []
         changed: list[int] = []
         compare: list[int] = []
         for index, handed in self._handed.items():
@@ -252,11 +254,19 @@ class Reducer:
                 compare.append(index)
             elif gradient._version != handed.version:
                 changed.append(index)
-        if compare:
-            now = ops.checksum([self._handed[index].gradient for index in compare]).tolist()
-            before = [int(self._handed[index].checksum) for index in compare]  # type: ignore[arg-type]
-            changed += [i for i, a, b in zip(compare, now, before, strict=True) if a != b]
+        changed += self._changed_bits(compare)
         return [self._parameters.names[index] for index in sorted(changed)]
+
+    def _changed_bits(self, indices: list[int]) -> list[int]:
+        """Those of the handed-over gradients whose checksum has changed. Waits once for each device."""
+        changed: list[int] = []
+        for device in {self._handed[index].gradient.device for index in indices}:
+            here = [index for index in indices if self._handed[index].gradient.device == device]
+            handed = [self._handed[index] for index in here]
+            before = torch.cat([h.checksum for h in handed if h.checksum is not None])
+            differs = (before != ops.checksum([h.gradient for h in handed])).tolist()
+            changed += [index for index, one in zip(here, differs, strict=True) if one]
+        return changed
 
     # -- warm-up: gradients travel ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Stage(enum.Enum):
@@ -21,8 +21,7 @@ class Stage(enum.Enum):
     """Periods of ``delay_steps`` local steps with one sync event at the end of each."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What the step about to be made will do.
 
     Attributes:
@@ -81,16 +80,22 @@ class Schedule:
         """Whether a sync point has been issued whose completion is still to come."""
         return self.steps_since_sync is not None
 
+    @property
+    def at_sync_event(self) -> bool:
+        """Whether the next step hands tensors to allreduce."""
+        return self.position == self.delay_steps - 1 or self.stage is Stage.WARMUP
+
     def plan(self) -> StepPlan:
         """What the next step does. Changes nothing."""
-        if self.stage is Stage.WARMUP:
-            return StepPlan(Stage.WARMUP, self.events, 0, is_sync_point=True, completes=True)
+        stage = self.stage
+        if stage is Stage.WARMUP:
+            return StepPlan(stage, self.events, 0, is_sync_point=True, completes=True)
         is_sync_point = self.position == self.delay_steps - 1
         if self.overlap_steps == 0:
             completes = is_sync_point
         else:
             completes = self.steps_since_sync is not None and self.steps_since_sync + 1 == self.overlap_steps
-        return StepPlan(Stage.DELAY, self.events, self.position, is_sync_point, completes)
+        return StepPlan(stage, self.events, self.position, is_sync_point, completes)
 
     def advance(self) -> None:
         """Count one step. A sync point puts its allreduce in flight, whatever the overlap."""

@@ -28,9 +28,10 @@ package_key() {
     {
         echo "torch $TORCH_VERSION; extension off: ${SSD_ALLREDUCE_NO_EXTENSION:-0}; $REPO_ROOT"
         "$COMPILER" --version | head -n 1
+        echo "CUDA: ${SSD_ALLREDUCE_CUDA:-}; ${TORCH_CUDA_ARCH_LIST:-}; ${CUDA_HOME:-}; $(command -v nvcc || true)"
         cd "$REPO_ROOT"
         find ssd_allreduce -type d ! -name __pycache__ 2>/dev/null | LC_ALL=C sort
-        find setup.py pyproject.toml csrc -type f 2>/dev/null | LC_ALL=C sort |
+        find setup.py build_cuda.py pyproject.toml csrc -type f 2>/dev/null | LC_ALL=C sort |
             while IFS= read -r file; do
                 echo "$file"
                 cat "$file"
@@ -50,6 +51,7 @@ install_package() {
         --no-build-isolation --no-deps --editable "$REPO_ROOT" ||
         die "ssd_allreduce could not be built (whole log: $VENV/package.log)" \
             "Look for the first 'error:' in the log, then run this script again." \
+            "SSD_ALLREDUCE_CUDA=0 builds it without the CUDA kernels." \
             "SSD_ALLREDUCE_NO_EXTENSION=1 installs it without the extension, which is slower."
 }
 

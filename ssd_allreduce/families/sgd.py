@@ -105,26 +105,40 @@ class MomentumRule(LocalRule):
             self._plain.update(group, indices, options, gradients, sums, accumulation)
             return
         started = [i for i in indices if self._momenta[i] is not None]
+        if started:
+            dampening = options(group, "dampening")
+            self._step(group, started, options, dampening, gradients, sums, accumulation)
+        if len(started) == len(indices):
+            return
         fresh = [i for i in indices if self._momenta[i] is None]
         for index in fresh:
             self._momenta[index] = self.new_state(index).zero_()
-        for chosen, dampening in ((started, options(group, "dampening")), (fresh, 0.0)):
-            if not chosen:
-                continue
-            ops.local_momentum_(
-                [self.parameters.tensors[i] for i in chosen],
-                [gradients[i] for i in chosen],
-                [self._momenta[i] for i in chosen],  # type: ignore[misc]
-                [sums.gradients[i] for i in chosen] if accumulation != Accumulation.NONE else [],
-                lr=options(group, "lr"),
-                momentum=options(group, "momentum"),
-                dampening=dampening,
-                weight_decay=options(group, "weight_decay"),
-                nesterov=options(group, "nesterov") != 0.0,
-                maximize=options(group, "maximize") != 0.0,
-                gradient_scale=self.gradient_scale,
-                accumulation=accumulation,
-            )
+        self._step(group, fresh, options, 0.0, gradients, sums, accumulation)
+
+    def _step(
+        self,
+        group: int,
+        indices: list[int],
+        options: StepOptions,
+        dampening: float,
+        gradients: Sequence[Tensor],
+        sums: Sums,
+        accumulation: Accumulation,
+    ) -> None:
+        ops.local_momentum_(
+            [self.parameters.tensors[i] for i in indices],
+            [gradients[i] for i in indices],
+            [self._momenta[i] for i in indices],  # type: ignore[misc]
+            [sums.gradients[i] for i in indices] if accumulation != Accumulation.NONE else [],
+            lr=options(group, "lr"),
+            momentum=options(group, "momentum"),
+            dampening=dampening,
+            weight_decay=options(group, "weight_decay"),
+            nesterov=options(group, "nesterov") != 0.0,
+            maximize=options(group, "maximize") != 0.0,
+            gradient_scale=self.gradient_scale,
+            accumulation=accumulation,
+        )
 
     def snapshot(self) -> None:
         super().snapshot()

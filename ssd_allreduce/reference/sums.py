@@ -37,8 +37,13 @@ def checksum(tensors: Tensors) -> Tensor:
                 f"ssd_allreduce::checksum: tensors[{index}] has dtype {dtype_name(tensor.dtype)} "
                 f"with elements of {tensor.element_size()} bytes; 1, 2, 4 and 8 are allowed"
             )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"ssd_allreduce::checksum: tensors[{index}] is on {tensor.device}, tensors[0] is on "
+                f"{tensors[0].device}; all tensors of one call must be on the same device"
+            )
     sums = [_sum_of_mixed_words(t.view(_INTEGER_OF_WIDTH[t.element_size()])) for t in tensors]
-    return torch.stack([s.cpu() for s in sums]) if sums else torch.empty(0, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
 
 
 def _sum_of_mixed_words(bits: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -106,7 +105,7 @@ def build(
 
     def view(step: SGDOptions) -> StepOptions:
         optimizer.param_groups[0].update(vars(step))
-        return partial(columns.value, columns.read(optimizer.param_groups))
+        return StepOptions(columns, columns.read(optimizer.param_groups))
 
     rule = make_rule(checked, choose_family(base, parameters), gradient_scale)
     return Local(glu, weight, rule, view)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 from ssd_allreduce.base_optimizer import BaseOptimizer
 from ssd_allreduce.families import choose_family
 from ssd_allreduce.global_model import GlobalModel
-from ssd_allreduce.group_options import GroupOptions
+from ssd_allreduce.group_options import GroupOptions, StepOptions
 from ssd_allreduce.ops import Correction
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.update_family import Replay
@@ -81,7 +80,7 @@ def replay(
             squares=None,
             contributions=contributions,
             gradient_scale=gradient_scale,
-            steps=[partial(options.value, row) for row in rows],
+            steps=[StepOptions(options, row) for row in rows],
             counts=[contributions] * len(steps),
             corrections=replayed.corrections if correction != Correction.NONE else None,
             correction=correction,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_allreduce.group_options import GroupOptions
+from ssd_allreduce.group_options import GroupOptions, StepOptions
 
 GROUP: dict[str, Any] = {
     "params": [],
@@ -62,10 +62,11 @@ def test_a_value_is_found_by_group_and_option_and_is_zero_where_there_is_none() 
     groups = [group(lr=0.1), group(lr=0.2)]
     options = GroupOptions(groups, OPTIONS)
     row = options.read(groups)
-    assert [options.value(row, g, "lr") for g in (0, 1)] == [0.1, 0.2]
-    assert options.value(row, 1, "nesterov") == 1.0
-    assert options.value(row, 0, "weight_decay") == 0.0
-    assert options.value(row, 2, "lr") == 0.0
+    in_force = StepOptions(options, row)
+    assert [in_force(g, "lr") for g in (0, 1)] == [0.1, 0.2]
+    assert in_force(1, "nesterov") == 1.0
+    assert in_force(0, "weight_decay") == 0.0
+    assert in_force(2, "lr") == 0.0
 
 
 def test_written_values_have_the_type_of_what_they_stand_in_for() -> None:

@@ -1,0 +1,121 @@
+"""Whole steps on a GPU and on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssd_allreduce as ssd
+
+STEPS = 14
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS = [
+    pytest.param(lambda p: torch.optim.SGD(p, lr=0.05), id="sgd"),
+    pytest.param(
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True), id="nesterov"
+    ),
+    pytest.param(lambda p: torch.optim.AdamW(p, lr=1e-3), id="adamw"),
+]
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(7, 33),
+        torch.nn.Tanh(),
+        torch.nn.Linear(33, 5),
+        torch.nn.Tanh(),
+        torch.nn.Linear(5, 1),
+    ).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(16, 7, generator=generator).double(), torch.randn(16, 1, generator=generator).double())
+        for _ in range(STEPS)
+    ]
+
+
+def train(model: torch.nn.Module, make: Optimizers, device: str, **options: Any) -> list[Tensor]:
+    """Local weights after each step, and the global ones after the flush."""
+    model = copy.deepcopy(model).to(device)
+    optimizer = ssd.DistributedOptimizer(
+        make(model.parameters()),
+        named_parameters=model.named_parameters(),
+        communicator=ssd.Loopback(2),
+        **options,
+    )
+    seen: list[Tensor] = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]).cpu())
+    optimizer.flush()
+    seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]).cpu())
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("glu", ["momentum", "gradient", "displacement", "none"])
+@pytest.mark.parametrize("issue", ["backward", "step"])
+def test_steps_on_the_gpu_are_those_on_the_cpu(make: Optimizers, glu: str, issue: str) -> None:
+    options = {"delay_steps": 4, "overlap_steps": 2, "warmup_steps": 2, "glu": glu, "issue": issue}
+    model = new_model()
+    ours, expected = train(model, make, "cuda", **options), train(model, make, "cpu", **options)
+    for step, (on_gpu, on_cpu) in enumerate(zip(ours, expected, strict=True)):
+        torch.testing.assert_close(
+            on_gpu, on_cpu, rtol=1e-9, atol=1e-9, msg=lambda message, step=step: f"step {step}: {message}"
+        )
+
+
+def test_a_changed_gradient_is_noticed_on_the_gpu() -> None:
+    model = new_model().cuda()
+    optimizer = ssd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        communicator=ssd.Loopback(2),
+        delay_steps=2,
+        overlap_steps=1,
+    )
+    for x, y in batches()[:1]:
+        torch.nn.functional.mse_loss(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    x, y = batches()[1]
+    torch.nn.functional.mse_loss(model(x.cuda()), y.cuda()).backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient.data.mul_(0.5)
+    with pytest.raises(ssd.GradientChangedError, match="issue='step'"):
+        optimizer.step()
+
+
+def test_a_gradient_scaler_s_overflow_contributes_nothing() -> None:
+    model = new_model().float().cuda()
+    optimizer = ssd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        communicator=ssd.Loopback(2),
+        delay_steps=2,
+        issue="step",
+    )
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    for factor, moves in ((float("inf"), False), (1.0, True)):
+        x, y = batches()[0]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x.float().cuda()), y.float().cuda()) * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        unmoved = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert unmoved is not moves
