@@ -27,7 +27,7 @@ everyone = [torch.empty_like(mine) for _ in range(size)]
 dist.all_gather(everyone, mine)
 assert all(torch.equal(theirs, mine) for theirs in everyone)
 assert optimizer.stats().delay.sync_points >= 3
-print("trained alike on", size)
+print(f"trained alike on {size}\\n", end="")
 """
 
 pytestmark = [pytest.mark.launcher("torchrun", 2), pytest.mark.timeout(200)]
