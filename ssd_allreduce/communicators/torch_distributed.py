@@ -22,6 +22,8 @@ _OPERATION_LIMIT = datetime.timedelta(days=7)
 _START_SECONDS = 600.0
 
 _leaving: Leaving | None = None
+_in_flight: dict[int, Any] = {}
+"""Operations of all channels that were not seen to have ended."""
 
 
 def torch_distributed_is_running() -> bool:
@@ -50,7 +52,7 @@ class TorchCommunicator:
         global _leaving
         if _leaving is None:
             # At exit torch waits for what is in flight, and that may never arrive.
-            _leaving = Leaving(end_process)
+            _leaving = Leaving(end_process, _finish)
 
     @property
     def rank(self) -> int:
@@ -86,11 +88,16 @@ class TorchCommunicator:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op is ReduceOp.MAX else dist.ReduceOp.SUM)
         options.timeout = _OPERATION_LIMIT
         with _TranslatedErrors(f"allreduce of {name!r}"):
-            return self._opened().allreduce([tensor], options)
+            handle = self._opened().allreduce([tensor], options)
+        _in_flight[id(handle)] = handle
+        return handle
 
     def poll(self, handle: Handle) -> bool:
         with _TranslatedErrors("allreduce"):
-            return bool(handle.is_completed())
+            done = bool(handle.is_completed())
+        if done:
+            _in_flight.pop(id(handle), None)
+        return done
 
     def wait(self, handle: Handle, timeout: float) -> None:
         wait_until(lambda: self.poll(handle), timeout)
@@ -125,6 +132,16 @@ class TorchCommunicator:
         if self._group is None:
             self._group = _new_group(_START_SECONDS)
         return self._group
+
+
+def _finish() -> None:
+    """Leave in good order: torch's threads are not ended by themselves, and then may abort the process."""
+    if any(not handle.is_completed() for handle in _in_flight.values()):
+        # Nobody waits for it here, and torch would wait for ranks that may never submit their part.
+        end_process()
+    _in_flight.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _has_nccl() -> bool:
