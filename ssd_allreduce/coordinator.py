@@ -403,6 +403,7 @@ class Coordinator:
     def close(self) -> None:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
+        self.training.transport.close()
         self._reducer.mode = HookMode.SILENT
 
     def linger(self) -> None:

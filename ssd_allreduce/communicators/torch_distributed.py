@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ _OPERATION_LIMIT = datetime.timedelta(days=7)
 _START_SECONDS = 600.0
 
 _leaving: Leaving | None = None
+_communicators: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 _in_flight: dict[int, Any] = {}
 """Operations of all channels that were not seen to have ended."""
 
@@ -47,6 +49,7 @@ class TorchCommunicator:
         if not dist.is_initialized():
             _initialise()
         self._group = _group
+        _communicators.add(self)
         self._rank = dist.get_rank()
         self._size = dist.get_world_size()
         global _leaving
@@ -126,7 +129,7 @@ class TorchCommunicator:
         _leaving.failed()
 
     def close(self) -> None:
-        return None
+        self._group = None
 
     def _opened(self) -> Any:
         if self._group is None:
@@ -135,11 +138,14 @@ class TorchCommunicator:
 
 
 def _finish() -> None:
-    """Leave in good order: torch's threads are not ended by themselves, and then may abort the process."""
+    """End torch's threads: one that asks for the interpreter after its end aborts the process."""
     if any(not handle.is_completed() for handle in _in_flight.values()):
         # Nobody waits for it here, and torch would wait for ranks that may never submit their part.
         end_process()
     _in_flight.clear()
+    # A group's threads end when nothing refers to it any more.
+    for communicator in _communicators:
+        communicator.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

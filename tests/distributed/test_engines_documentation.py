@@ -28,6 +28,7 @@ dist.all_gather(everyone, mine)
 assert all(torch.equal(theirs, mine) for theirs in everyone)
 assert optimizer.stats().delay.sync_points >= 3
 print(f"trained alike on {size}\\n", end="")
+optimizer.close()
 dist.destroy_process_group()
 """
 
