@@ -21,6 +21,7 @@ from ssd_allreduce.errors import CommunicationError, UsageError
 # evaluates. Waits are bounded by those who wait.
 _OPERATION_LIMIT = datetime.timedelta(days=7)
 _START_SECONDS = 600.0
+_LINGERING_SECONDS = 5.0
 
 _leaving: Leaving | None = None
 _communicators: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
@@ -139,9 +140,12 @@ class TorchCommunicator:
 
 def _finish() -> None:
     """End torch's threads: one that asks for the interpreter after its end aborts the process."""
-    if any(not handle.is_completed() for handle in _in_flight.values()):
-        # Nobody waits for it here, and torch would wait for ranks that may never submit their part.
-        end_process()
+    deadline = time.monotonic() + _LINGERING_SECONDS
+    while any(not handle.is_completed() for handle in list(_in_flight.values())):
+        if time.monotonic() > deadline:
+            # torch would wait for ranks that may never submit their part.
+            end_process()
+        time.sleep(1e-3)
     _in_flight.clear()
     # A group's threads end when nothing refers to it any more.
     for communicator in _communicators:
