@@ -431,6 +431,7 @@ class Coordinator:
     def close(self) -> None:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
+        self.training.transport.close()
         self._reducer.mode = HookMode.SILENT
         self.training.transport.tracer.write()
 

@@ -135,6 +135,11 @@ class Transport:
             # The engine has gone down, and nobody can be cut off any more.
             return
 
+    def close(self) -> None:
+        """Give up the channel that was opened for this optimizer alone. Rank-local."""
+        if isinstance(self.communicator, Ordered):
+            self.communicator.close()
+
     def _is_done(self, operation: Pending) -> bool:
         try:
             return self.communicator.poll(operation.handle)

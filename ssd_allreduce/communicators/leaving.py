@@ -23,10 +23,12 @@ class Leaving:
 
     Args:
         end: ends the process, or the whole job.
+        finish: called at any other exit.
     """
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[], None], finish: Callable[[], None] = lambda: None) -> None:
         self._end = end
+        self._finish = finish
         self._failed = False
         atexit.register(self._at_exit)
 
@@ -41,3 +43,5 @@ class Leaving:
         # Python sets last_value when it has reported an exception that ended the main thread.
         if self._failed or getattr(sys, "last_value", None) is not None:
             self._end()
+        else:
+            self._finish()

@@ -16,7 +16,7 @@ from ssd_allreduce.errors import CommunicationError, UsageError
 
 _START_SECONDS = 600.0
 _ABORT_SECONDS = 10.0
-_POLL_SECONDS = 2e-4
+_POLL_SECONDS = 5e-4
 
 _leaving: Leaving | None = None
 

@@ -168,9 +168,11 @@ class Ordered:
         (self._channel or self._engine).abort()
 
     def close(self) -> None:
-        self._stopped = True
-        if self._channel is not None:
-            self._channel.close()
+        with self._lock:
+            # What has been submitted must still leave: other ranks may wait for it.
+            idle = not self._waiting and all(bucket.arrived for bucket in self._in_flight)
+            if idle and self._channel is not None:
+                self._channel.close()
 
     # -- sending in order ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,12 @@ from ssd_allreduce.errors import CommunicationError, UsageError
 # evaluates. Waits are bounded by those who wait.
 _OPERATION_LIMIT = datetime.timedelta(days=7)
 _START_SECONDS = 600.0
+_LINGERING_SECONDS = 5.0
 
 _leaving: Leaving | None = None
+_communicators: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+_in_flight: dict[int, Any] = {}
+"""Operations of all channels that were not seen to have ended."""
 
 
 def torch_distributed_is_running() -> bool:
@@ -45,12 +50,13 @@ class TorchCommunicator:
         if not dist.is_initialized():
             _initialise()
         self._group = _group
+        _communicators.add(self)
         self._rank = dist.get_rank()
         self._size = dist.get_world_size()
         global _leaving
         if _leaving is None:
             # At exit torch waits for what is in flight, and that may never arrive.
-            _leaving = Leaving(end_process)
+            _leaving = Leaving(end_process, _finish)
 
     @property
     def rank(self) -> int:
@@ -86,11 +92,16 @@ class TorchCommunicator:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op is ReduceOp.MAX else dist.ReduceOp.SUM)
         options.timeout = _OPERATION_LIMIT
         with _TranslatedErrors(f"allreduce of {name!r}"):
-            return self._opened().allreduce([tensor], options)
+            handle = self._opened().allreduce([tensor], options)
+        _in_flight[id(handle)] = handle
+        return handle
 
     def poll(self, handle: Handle) -> bool:
         with _TranslatedErrors("allreduce"):
-            return bool(handle.is_completed())
+            done = bool(handle.is_completed())
+        if done:
+            _in_flight.pop(id(handle), None)
+        return done
 
     def wait(self, handle: Handle, timeout: float) -> None:
         wait_until(lambda: self.poll(handle), timeout)
@@ -119,12 +130,28 @@ class TorchCommunicator:
         _leaving.failed()
 
     def close(self) -> None:
-        return None
+        self._group = None
 
     def _opened(self) -> Any:
         if self._group is None:
             self._group = _new_group(_START_SECONDS)
         return self._group
+
+
+def _finish() -> None:
+    """End torch's threads: one that asks for the interpreter after its end aborts the process."""
+    deadline = time.monotonic() + _LINGERING_SECONDS
+    while any(not handle.is_completed() for handle in list(_in_flight.values())):
+        if time.monotonic() > deadline:
+            # torch would wait for ranks that may never submit their part.
+            end_process()
+        time.sleep(1e-3)
+    _in_flight.clear()
+    # A group's threads end when nothing refers to it any more.
+    for communicator in _communicators:
+        communicator.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _has_nccl() -> bool:
