@@ -44,16 +44,27 @@ def headers() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def imported_torch() -> Any:
+def installed_torch() -> Any:
+    """torch, or None where there is none, as under pip's build isolation."""
     try:
         import torch
     except ImportError as error:
-        sys.exit(
-            f"setup.py: the extension is built against the installed torch, and torch cannot be "
-            f"imported ({error}). Install torch first and build with 'pip install "
-            f"--no-build-isolation', or run scripts/setup.sh, which does both. "
-            f"SSD_ALLREDUCE_NO_EXTENSION=1 goes without the extension."
+        demanded = [
+            f"{name}={value}"
+            for name, value in (("SSD_ALLREDUCE_NO_EXTENSION", "0"), ("SSD_ALLREDUCE_CUDA", "1"))
+            if os.environ.get(name) == value
+        ]
+        remedy = (
+            f"The compiled kernels are built against the installed torch, and torch cannot be imported "
+            f"here ({error}). Install torch first, and build with 'pip install --no-build-isolation .', or "
+            "run scripts/setup.sh, which does both."
         )
+        if demanded:
+            sys.exit(f"setup.py: {demanded[0]} demands them. {remedy}")
+        print(
+            f"setup.py: without compiled kernels; plain torch serves, which is slower. {remedy}", flush=True
+        )
+        return None
     return torch
 
 
@@ -79,7 +90,10 @@ def cuda_options(torch: Any) -> dict[str, Any]:
 
 
 def extension_options() -> dict[str, Any]:
-    cuda = cuda_options(imported_torch())
+    torch = installed_torch()
+    if torch is None:
+        return {}
+    cuda = cuda_options(torch)
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     extension: Extension = CppExtension(

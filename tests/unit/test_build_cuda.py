@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -215,3 +216,30 @@ def test_multiplications_and_additions_are_not_contracted(tmp_path: Path) -> Non
     nvcc = build_cuda.inspect_nvcc(install(tmp_path, NVCC_13))
     assert nvcc is not None
     assert "-fmad=false" in build_cuda.compile_flags({}, nvcc, [])
+
+
+def setup_without_torch(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "torch.py").write_text("raise ImportError('hidden by the build')\n")
+    return subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(folder)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_build_without_torch_goes_without_kernels_and_says_so(tmp_path: Path) -> None:
+    done = setup_without_torch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "without compiled kernels" in done.stdout
+    assert "pip install --no-build-isolation ." in done.stdout
+
+
+@pytest.mark.parametrize("demand", [{"SSD_ALLREDUCE_NO_EXTENSION": "0"}, {"SSD_ALLREDUCE_CUDA": "1"}])
+def test_kernels_that_are_demanded_need_torch(demand: dict[str, str], tmp_path: Path) -> None:
+    done = setup_without_torch(tmp_path, **demand)
+    assert done.returncode != 0
+    assert "demands them. The compiled kernels are built against the installed torch" in done.stderr
