@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import assert_equal_on_all_ranks, on_every_rank, wrap
 
 pytestmark = [
     pytest.mark.ranks("mpirun", 2, 3),
     pytest.mark.ranks("horovodrun-gloo", 2),
+    *WITHOUT_HOROVOD,
     pytest.mark.timeout(60),
 ]
 

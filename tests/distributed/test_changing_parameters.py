@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
+from launch_plan import WITHOUT_HOROVOD
 from problems import perceptron, regression_loss
+from ranks import hvd
 from support import RecordingCommunicator, assert_equal_on_all_ranks, bits, is_gradient, wrap
 from torch import nn
 
@@ -17,6 +18,7 @@ from ssd_allreduce import RankMismatchError
 pytestmark = [
     pytest.mark.ranks("mpirun", 2, 3),
     pytest.mark.ranks("horovodrun-gloo", 2),
+    *WITHOUT_HOROVOD,
     pytest.mark.timeout(40),
 ]
 
@@ -141,8 +143,8 @@ def test_an_added_group_trains_with_its_own_options(wrapped: bool) -> None:
     tuning.model[0].weight.requires_grad_(True)
     tuning.optimizer.flush()
     tuning.run(5, 0)
+    torch.manual_seed(3)
     head = nn.Linear(3, 1).double()
-    hvd.broadcast_parameters(head.state_dict(), root_rank=0)
     pairs = [(f"head.{name}", parameter) for name, parameter in head.named_parameters()]
     tuning.optimizer.add_param_group({"params": pairs, "lr": 0.5, "momentum": 0.0})
     tuning.optimizer.flush()
