@@ -59,7 +59,7 @@ class Result:
     share_of_compute: float = 0.0
     speedup_over_horovod: float = 0.0
     megabytes_on_wire: float = 0.0
-    megabytes_computed: float = 0.0
+    megabytes_computed: float | None = 0.0
     cpu_seconds: float = 0.0
     rounds: list[float] = field(default_factory=list)
 
@@ -77,6 +77,11 @@ class Contestant:
         self.unit = 1
         self.settings: tuple[int, int] | None = None
         self._signal(signal.SIGSTOP)
+
+    @property
+    def key(self) -> str:
+        """The method, without the period that may stand behind it."""
+        return self.name.split(":")[0]
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids:
@@ -113,7 +118,6 @@ def contestants(
 ) -> Iterator[list[Contestant]]:
     """Start all methods on the hosts."""
     environment = {"OMP_NUM_THREADS": "1"}
-    choice = ["--delay-steps", str(k), "--overlap-steps", str(d)]
     started: list[Contestant] = []
     launchers: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +125,11 @@ def contestants(
         with Listener(socket, "AF_UNIX", backlog=64) as listener:
             try:
                 for index, name in enumerate(methods):
-                    method = METHODS[name]
-                    worker = [str(WORKER), "--socket", socket, "--model", model, "--method", name, *choice]
+                    key, *own_period = name.split(":")
+                    method = METHODS[key]
+                    period = own_period or [str(k), str(d)]
+                    choice = ["--delay-steps", period[0], "--overlap-steps", period[1]]
+                    worker = [str(WORKER), "--socket", socket, "--model", model, "--method", key, *choice]
                     if method.launcher == "mpirun":
                         worker, options = [sys.executable, *worker], list(MPIRUN_OPTIONS)
                     else:
@@ -201,13 +208,13 @@ def _take_turn(cluster: VirtualCluster, contestant: Contestant) -> dict[str, flo
 def _summarise(
     cluster: VirtualCluster, model: str, contestant: Contestant, turns: Sequence[dict[str, float]]
 ) -> Result:
-    method = METHODS[contestant.name]
+    method = METHODS[contestant.key]
     settings = contestant.settings or ((contestant.unit, None) if method.periodic else (None, None))
     medians = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
     return Result(
         rate=cluster.rate,
         model=model,
-        method=contestant.name.split("@")[0],
+        method=contestant.key.split("@")[0],
         engine=method.engine,
         k=settings[0],
         d=settings[1],
@@ -217,13 +224,13 @@ def _summarise(
     )
 
 
-def _megabytes(contestant: Contestant, ranks: int) -> float:
+def _megabytes(contestant: Contestant, ranks: int) -> float | None:
     """What a ring allreduce of all gradients sends from each rank, by step."""
-    if contestant.name == "compute":
+    if contestant.key == "compute":
         return 0.0
-    if contestant.name == "ddp-powersgd":
-        return float("nan")
-    width = 2 if "fp16" in contestant.name else 4
+    if contestant.key == "ddp-powersgd":
+        return None
+    width = 2 if "fp16" in contestant.key else 4
     whole = 2 * (ranks - 1) / ranks * contestant.parameters * width / 1e6
     return whole / contestant.unit
 
@@ -265,7 +272,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rates", default="10gbit,1gbit,100mbit")
     parser.add_argument("--models", default=",".join(models.MODELS))
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join(METHODS), help="one may name its own k and d: ssd:8:4")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turn-seconds", type=float, default=4.0, help="how long a method runs in a round")
@@ -275,7 +282,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     for name, known in (("models", models.MODELS), ("methods", METHODS)):
         chosen = getattr(arguments, name).split(",")
-        unknown = [each for each in chosen if each not in known]
+        unknown = [each for each in chosen if each.split(":")[0] not in known]
         if unknown:
             parser.error(f"--{name} {','.join(unknown)} unknown. Allowed: {', '.join(known)}.")
         setattr(arguments, name, chosen)
