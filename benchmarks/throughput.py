@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from multiprocessing.connection import Connection, Listener
@@ -106,10 +106,12 @@ class Contestant:
         self.units = max(1, round(turn_seconds / self.ask("run", 1)["seconds"]))
 
     def end(self) -> None:
-        self._signal(signal.SIGCONT)
-        for connection in self._connections:
-            connection.send(("stop", 0))
-            connection.close()
+        """Let the ranks end, as far as they are still there."""
+        for pid, connection in zip(self._pids, self._connections, strict=True):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+                connection.send(("stop", 0))
+                connection.close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.communicators.ordered import matched_by_name
@@ -16,7 +17,7 @@ from ssd_allreduce.request import Request
 from ssd_allreduce.schedule import Schedule
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.statistics import StatsRecorder
-from ssd_allreduce.tracing import Tracer
+from ssd_allreduce.tracing import FileTracer, Tracer
 from ssd_allreduce.training import Training
 from ssd_allreduce.transport import Transport
 from ssd_allreduce.update_family import Family
@@ -26,12 +27,20 @@ _instances: Counter[str] = Counter()
 
 
 def make_transport(
-    communicator: Communicator, settings: Settings, stats: StatsRecorder, tracer: Tracer
+    communicator: Communicator, settings: Settings, stats: StatsRecorder, trace: Path | None
 ) -> Transport:
     _instances[communicator.key] += 1
-    prefix = f"ssd.{_instances[communicator.key]}"
+    number = _instances[communicator.key]
+    prefix = f"ssd.{number}"
+    tracer = Tracer() if trace is None else FileTracer(trace, _trace_label(communicator.key, number))
     engine = matched_by_name(communicator, settings.bucket_bytes, settings.timeout)
     return Transport(engine, prefix, settings.timeout, stats, tracer)
+
+
+def _trace_label(key: str, number: int) -> str:
+    """What tells this optimizer's trace from others on the same rank, or of the same rank in another set."""
+    in_a_set = key.startswith("horovod-") and key != "horovod-0"
+    return (f".{key}" if in_a_set else "") + (f".optimizer{number}" if number > 1 else "")
 
 
 def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:

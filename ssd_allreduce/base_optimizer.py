@@ -68,13 +68,13 @@ class BaseOptimizer:
     def __init__(self, given: Optimizer) -> None:
         self.given = given
         self.kind = horovod.base_class(given)
-        _refuse_differentiable(given)
+        refuse_differentiable(given.param_groups)
         self.groups: list[dict[str, Any]] = given.param_groups
         self.state: Any = given.state
         self.on_load: Callable[[dict[str, Any] | None], None] = lambda _: None
         """Called after a load through an object under the wrapper, with the wrapper's own entry if any."""
-        self.before_load: Callable[[dict[str, Any] | None], None] = lambda _: None
-        """Called before such a load; may refuse it."""
+        self.before_load: Callable[[dict[str, Any]], None] = lambda _: None
+        """Called before such a load, with the state dict; may refuse it."""
         self._horovod_wrapped = horovod.is_wrapped(given)
         self._relatives: list[Optimizer] = []
         self._step = plain_step(self.kind)
@@ -112,7 +112,7 @@ class BaseOptimizer:
         optimizer.state = self.state
 
     def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.before_load(state_dict["state"].get(ENTRY))
+        self.before_load(state_dict)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         entry = self.take_over(optimizer.param_groups, optimizer.state)
@@ -226,8 +226,13 @@ def _owned(value: Any) -> Any:
     return value
 
 
-def _refuse_differentiable(given: Optimizer) -> None:
-    if any(group.get("differentiable") for group in given.param_groups):
+def refuse_differentiable(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise where a group asks for steps that autograd can follow.
+
+    Raises:
+        ValueError: it does.
+    """
+    if any(group.get("differentiable") for group in groups):
         raise ValueError(
             "differentiable=True is not supported: steps are made outside of autograd. Allowed: "
             "differentiable=False."

@@ -83,6 +83,11 @@ def check(entry: dict[str, Any], parameters: Parameters) -> None:
             f"The checkpoint holds {len(entry['names'])} parameters and the optimizer "
             f"{len(parameters)}; they differ in {', '.join(odd[:5])}. Load it into the model and "
             "optimizer that it was saved from."
+            + (
+                " Parameters were unfrozen, frozen or added here: flush() first."
+                if parameters.have_changed()
+                else ""
+            )
         )
     triples = zip(parameters.names, parameters.tensors, entry["global_weights"], strict=True)
     for name, parameter, saved in triples:

@@ -18,7 +18,14 @@ from ssd_allreduce import description as describe
 from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.delay_stage import DelayStage
-from ssd_allreduce.errors import GradientChangedError, SSDError, UsageError, WeightsChangedError
+from ssd_allreduce.errors import (
+    CommunicationError,
+    GradientChangedError,
+    SequenceMismatchError,
+    SSDError,
+    UsageError,
+    WeightsChangedError,
+)
 from ssd_allreduce.reducer import HookMode
 from ssd_allreduce.schedule import Schedule, Stage, StepPlan
 from ssd_allreduce.training import Training
@@ -171,9 +178,11 @@ class Coordinator:
     def _refuse_if_unusable(self, call: str) -> None:
         self._refuse_inside_global_weights()
         if self._failed is not None:
+            remedy = "Call adopt_weights() on all ranks, or load a checkpoint."
+            if isinstance(self._failed, CommunicationError | SequenceMismatchError):
+                remedy = "The engine cannot be used any more: restart from the last checkpoint."
             raise UsageError(
-                f"{call} after an error that ended training on this rank ({self._failed}). Call "
-                "adopt_weights() on all ranks, or load a checkpoint."
+                f"{call} after an error that ended training on this rank ({self._failed}). {remedy}"
             ) from self._failed
 
     def _check_before_step(self, plan: StepPlan, scaler: bool) -> None:
@@ -429,11 +438,15 @@ class Coordinator:
         self._arm()
 
     def close(self) -> None:
+        """Remove the hooks, and give up the engine's channel. Rank-local."""
+        self.detach()
+        self.training.transport.close()
+        self.training.transport.tracer.write()
+
+    def detach(self) -> None:
         """Remove the hooks. Rank-local."""
         self._reducer.detach()
-        self.training.transport.close()
         self._reducer.mode = HookMode.SILENT
-        self.training.transport.tracer.write()
 
     def linger(self) -> None:
         """Give what is in flight a moment, for a script that takes the engine down when it ends."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from ssd_allreduce import layout
 from ssd_allreduce.accumulators import Sums
+from ssd_allreduce.autotune import SHORTEST
 from ssd_allreduce.clipping import clip_coefficient, clip_gradients
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.group_options import Row
@@ -144,7 +145,8 @@ class DelayStage:
     def restore_period(self, saved: dict[str, Any], tuning: dict[str, int | None]) -> None:
         """Take k and d from a saved schedule, where they are chosen by measuring, and go on measuring."""
         training, automatic = self._training, self._training.settings.automatic
-        if automatic is not None and training.schedule.stage is Stage.DELAY:
+        chosen = int(saved["delay_steps"]) >= SHORTEST
+        if automatic is not None and chosen and training.schedule.stage is Stage.DELAY:
             delay_steps = min(int(saved["delay_steps"]), automatic.limits.longest)
             training.schedule.delay_steps = delay_steps
             overlap_steps = min(int(saved["overlap_steps"]), automatic.limits.overlap_at(delay_steps))

@@ -11,6 +11,13 @@ class RankMismatchError(SSDError):
     """Ranks that must agree (settings, names, shapes, weights, progress) do not."""
 
 
+class SequenceMismatchError(RankMismatchError):
+    """Ranks were about to reduce different tensors through an engine that matches them by order.
+
+    Nothing was sent, and nothing more can be: restart from the last checkpoint.
+    """
+
+
 class GradientChangedError(SSDError):
     """A gradient was changed after its allreduce had been issued."""
 

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from ssd_allreduce import checkpoint
 from ssd_allreduce.assembly import assemble, make_transport, reassemble
-from ssd_allreduce.base_optimizer import ENTRY, BaseOptimizer, optimizers_sharing_groups
+from ssd_allreduce.base_optimizer import (
+    ENTRY,
+    BaseOptimizer,
+    optimizers_sharing_groups,
+    refuse_differentiable,
+)
 from ssd_allreduce.buffers import BufferAverager, check_average_buffers
 from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.coordinator import Coordinator
@@ -30,7 +35,7 @@ from ssd_allreduce.request import read_communicator, read_request, refuse_other_
 from ssd_allreduce.settings import DEFAULT_BUCKET_BYTES, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
-from ssd_allreduce.tracing import FileTracer, Tracer
+from ssd_allreduce.update_family import Family
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -90,8 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             (evaluation on rank 0 alone).
         trace: file for a trace in Chrome's format, which Perfetto opens: forward, backward, local and
             global updates, waiting, and each tensor's allreduce. Each rank writes one of its own
-            (``trace.json``: ``trace.rank0.json``, ...) in ``flush()`` and ``close()``; times count from
-            the first step, where all ranks meet. Not with one rank.
+            (``trace.json``: ``trace.rank0.json``, ...; ``trace.rank0.optimizer2.json`` for a second
+            optimizer) in ``flush()`` and ``close()``; times count from the first step, where all ranks
+            meet. Not with one rank.
 
     Raises:
         TypeError, ValueError: an option is not allowed; the message says what is.
@@ -175,8 +181,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             self._engine = SingleProcess(parameters, self._base, settings, self._stats)
         else:
-            tracer = Tracer() if trace is None else FileTracer(Path(trace))
-            transport = make_transport(engine, settings, self._stats, tracer)
+            path = None if trace is None else Path(trace)
+            transport = make_transport(engine, settings, self._stats, path)
             self._make_buffers = partial(BufferAverager, transport, model, when)
             training = assemble(transport, self._family, settings, request, self._make_buffers(), self._stats)
             self._engine = Coordinator(training)
@@ -186,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._closed = False
 
     def _connect_engine(self) -> None:
-        self._base.before_load = partial(_check_load, self._engine)
+        self._base.before_load = partial(_check_load, self._engine, self._family)
         self._base.on_load = partial(_follow_load, self._engine)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
         self._release = weakref.finalize(self, _release, self._engine, self._base)
@@ -301,9 +307,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(old, SingleProcess):
             old.parameters = parameters
             return
-        old.close()
+        old.detach()
         training = reassemble(old.training, self._family, self._request, self._make_buffers())
         self._engine = Coordinator(training)
+        self._engine.delay.tuner.import_state(old.delay.tuner.export_state())
         if old.issues_at_step:
             self._engine.issue_at_step()
         self._release.detach()
@@ -394,7 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = dict(state_dict["state"])
         # The dictionary may be this optimizer's own, whose tensors are about to be written.
         entry = copy.deepcopy(state.pop(ENTRY, None))
-        _check_load(self._engine, entry)
+        _check_load(self._engine, self._family, state_dict)
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
@@ -430,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 pairs for parameters that were not in ``named_parameters=`` (or Horovod's).
 
         Raises:
-            ValueError: a name is missing or used twice.
+            ValueError: a name is missing or used twice, or an option cannot be honoured.
             TypeError: a parameter cannot be trained.
         """
         if self._constructing:
@@ -439,6 +446,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed("add_param_group()")
         with_names = "param_names" in self.param_groups[0]
         group, names = name_new_group(param_group, self._request.names, with_names)
+        refuse_differentiable([group])
+        self._family.check_groups([group])
         super().add_param_group(group)
         self._request = dataclasses.replace(self._request, names=names)
 
@@ -448,8 +457,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
-    engine.close()
-    base.release()
+    try:
+        engine.close()
+    finally:
+        base.release()
 
 
 def _linger_at_exit(engine: weakref.ref[Coordinator | SingleProcess]) -> None:
@@ -459,9 +470,12 @@ def _linger_at_exit(engine: weakref.ref[Coordinator | SingleProcess]) -> None:
         alive.linger()
 
 
-def _check_load(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
-    """Refuse a load through the user's or Horovod's optimizer before anything has changed."""
+def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict: dict[str, Any]) -> None:
+    """Refuse a load through any of the optimizer objects before anything has changed."""
     engine.refuse_load()
+    refuse_differentiable(state_dict["param_groups"])
+    family.check_groups(state_dict["param_groups"])
+    entry = state_dict["state"].get(ENTRY)
     if entry is not None:
         checkpoint.check(entry, engine.parameters)
 

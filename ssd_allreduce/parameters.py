@@ -95,8 +95,15 @@ class Parameters:
         return None
 
     def have_changed(self) -> bool:
-        """Whether other parameters are trainable now: unfrozen, frozen or added since."""
+        """Whether other parameters are trainable now: unfrozen, frozen or added since.
+
+        A model that is frozen as a whole, as for another one's step, will be trained again as it was.
+        """
         trainable = [p for group in self._groups for p in group["params"] if p.requires_grad]
+        if not trainable:
+            return False
+        if len(self._groups) != self._group_count:
+            return True
         return len(trainable) != len(self.tensors) or any(p not in self.index_of for p in trainable)
 
     def new_accumulators(self) -> list[Tensor]:

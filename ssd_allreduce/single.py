@@ -51,7 +51,8 @@ class SingleProcess:
         self._base.discard_materialised_state()
         if contribute:
             if self._max_grad_norm is not None:
-                clip_gradients(self.parameters.tensors, self._max_grad_norm)
+                stepped = [parameter for group in self._base.groups for parameter in group["params"]]
+                clip_gradients(stepped, self._max_grad_norm)
             self._base.step()
         self._stats.step()
         self.schedule.advance()

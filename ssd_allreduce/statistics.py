@@ -40,7 +40,10 @@ class StageStats:
 
     @property
     def overlap(self) -> float:
-        """Share of the time in flight that was not waited for: 1 where all transfers are hidden."""
+        """Share of the time in flight that was not waited for: 1 where all transfers are hidden.
+
+        ``flush()`` and the measuring of ``delay_steps="auto"`` wait on purpose, and count as not hidden.
+        """
         if self.in_flight_seconds == 0.0:
             return 0.0
         return max(0.0, 1.0 - self.wait_seconds / self.in_flight_seconds)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ class Tracer:
         """An operation was seen to be done."""
 
     def align(self, rank: int) -> None:
-        """All ranks come here at the same moment: times count from it."""
+        """All ranks come here at the same moment: times count from the first one."""
 
     def write(self) -> None:
         """Bring the file up to date."""
@@ -54,14 +56,23 @@ class FileTracer(Tracer):
     Args:
         path: the file's name, into which the rank's number is put: ``trace.json`` becomes
             ``trace.rank0.json``.
+        label: put behind the rank's number, for names that are unique where several optimizers
+            or process sets share a path.
+
+    Raises:
+        OSError: nothing can be written there.
     """
 
     active = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, label: str = "") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"trace={str(path)!r}: {path.parent} cannot be written. Give another path.")
         self._path = path
-        self._rank = 0
-        self._zero = time.perf_counter_ns()
+        self._label = label
+        self._rank: int | None = None
+        self._zero = 0
         # Of a long training the last events are kept.
         self._events: deque[tuple[str, int, int, int]] = deque(maxlen=_KEPT_EVENTS)
         self._open: dict[str, int] = {}
@@ -101,19 +112,30 @@ class FileTracer(Tracer):
             self._events.append((operation, WIRE, began, time.perf_counter_ns()))
 
     def align(self, rank: int) -> None:
-        self._rank = rank
-        self._zero = time.perf_counter_ns()
+        if self._rank is None:
+            self._rank = rank
+            self._zero = time.perf_counter_ns()
+            self._events.clear()
 
     def write(self) -> None:
+        if self._rank is None:
+            return
+        try:
+            self._write_events(self._rank)
+        except OSError as error:
+            # Training is worth more than its trace, and must not end on one rank alone.
+            warnings.warn(f"the trace cannot be written: {error}", stacklevel=2)
+
+    def _write_events(self, rank: int) -> None:
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         ]
         events += [
-            {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": row, "args": {"name": name}}
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
             for row, name in _ROWS.items()
         ]
         for index, (name, row, began, ended) in enumerate(self._events):
-            place = {"name": name, "pid": self._rank, "tid": row}
+            place = {"name": name, "pid": rank, "tid": row}
             start, duration = (began - self._zero) / 1e3, (ended - began) / 1e3
             if row == LOOP:
                 events.append({"ph": "X", **place, "ts": start, "dur": duration})
@@ -122,6 +144,5 @@ class FileTracer(Tracer):
             place |= {"cat": "allreduce", "id": index}
             events.append({"ph": "b", **place, "ts": start})
             events.append({"ph": "e", **place, "ts": start + duration})
-        path = self._path.with_suffix(f".rank{self._rank}{self._path.suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self._path.with_suffix(f".rank{rank}{self._label}{self._path.suffix}")
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")

@@ -160,6 +160,7 @@ class Transport:
             f"Rank {communicator.rank} of {communicator.size} waited {self._timeout:g} seconds for the "
             f"allreduce of {len(waiting)} tensors ({names}). {self.progress()} Another rank has ended, "
             "hangs, or makes fewer steps: ranks with uneven data must all call flush() at the end of "
-            "an epoch. If ranks are only slow, raise timeout=. The engine has been shut down so that "
-            "all ranks end; restart from the last checkpoint."
+            "an epoch, and make equally many steps where a script has several optimizers. If ranks are "
+            "only slow, raise timeout=. The engine has been shut down so that all ranks end; restart "
+            "from the last checkpoint."
         )

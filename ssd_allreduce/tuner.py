@@ -35,7 +35,7 @@ class Tuner:
 
     def begin(self) -> None:
         """The delay stage begins: look at its first period."""
-        if self._automatic is not None and self._next_event is None:
+        if self._automatic is not None and self._next_event is None and self._measurements == 0:
             self._next_event = self._training.schedule.events + 1
 
     def export_state(self) -> dict[str, int | None]:
@@ -71,6 +71,10 @@ class Tuner:
         self._next_event = None
         costs = self._measure(empty_event)
         assert self._automatic is not None
+        if costs.compute == 0.0:
+            # No rank has made a step to measure.
+            self._next_event = self._training.schedule.events + 1
+            return
         delay_steps, overlap_steps = choose_period(costs, self._automatic.limits)
         self._training.set_period(delay_steps, overlap_steps)
         self._measurements += 1

@@ -67,6 +67,13 @@ class Family(abc.ABC):
         self.base = base
         self.parameters = parameters
 
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:  # noqa: B027
+        """Refuse options of param groups, present or to be loaded, that cannot be honoured.
+
+        Raises:
+            ValueError: naming the option and what is allowed.
+        """
+
     @abc.abstractmethod
     def check(self, settings: Settings) -> None:
         """Refuse options that cannot be honoured.

@@ -30,7 +30,7 @@ from ssd_allreduce.communicators.protocol import (
     ReduceOp,
     wait_until,
 )
-from ssd_allreduce.errors import CommunicationError, RankMismatchError, SSDError
+from ssd_allreduce.errors import CommunicationError, SequenceMismatchError, SSDError
 
 _DIGEST_BYTES = 6  # exact in a float64
 _HEADER_POLL_SECONDS = 1e-3
@@ -54,11 +54,12 @@ class _Header:
     def check(self) -> None:
         highest, lowest = self.extremes[0].item(), -self.extremes[1].item()
         if highest != lowest:
-            raise RankMismatchError(
+            raise SequenceMismatchError(
                 f"Ranks are about to reduce different tensors: this rank {self.about}, and another rank "
                 "others. Nothing was sent. One of them loaded a checkpoint, made a step, or called flush() "
                 "or adopt_weights() where the others did not, or steps its optimizers in another order: "
-                "do the same on all ranks."
+                "do the same on all ranks. The engine cannot be used any more: restart from the last "
+                "checkpoint."
             )
 
 

@@ -130,7 +130,10 @@ class TorchCommunicator:
         _leaving.failed()
 
     def close(self) -> None:
-        self._group = None
+        group, self._group = self._group, None
+        # torch keeps every group that is not destroyed, with its threads and connections.
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _opened(self) -> Any:
         if self._group is None:
@@ -147,7 +150,6 @@ def _finish() -> None:
             end_process()
         time.sleep(1e-3)
     _in_flight.clear()
-    # A group's threads end when nothing refers to it any more.
     for communicator in _communicators:
         communicator.close()
     if dist.is_initialized():

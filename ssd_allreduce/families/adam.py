@@ -25,13 +25,16 @@ class AdamFamily(Family):
 
     needs_squares = True
 
-    def check(self, settings: Settings) -> None:
-        for index, group in enumerate(self.base.groups):
-            if group["amsgrad"]:
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        for index, group in enumerate(groups):
+            if group.get("amsgrad"):
                 raise ValueError(
                     f"param_groups[{index}] has amsgrad=True, whose running maximum cannot be replayed from "
                     "accumulated gradients. Allowed: amsgrad=False."
                 )
+
+    def check(self, settings: Settings) -> None:
+        self.check_groups(self.base.groups)
         if settings.warmup_steps < 1 and settings.delay_steps > 1:
             raise ValueError(
                 f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "

@@ -40,6 +40,7 @@ class TwinFamily(Family):
         )
         self.needs_squares = self._second_moment is not None
         self._global: Optimizer | None = None
+        self._stepped_by_global: Sequence[Tensor] | None = None
 
     def check(self, settings: Settings) -> None:
         if self.needs_squares and settings.warmup_steps < 1 and settings.delay_steps > 1:
@@ -82,7 +83,8 @@ class TwinFamily(Family):
         self._store_corrections(weights, before, replay)
 
     def _global_twin(self, weights: Sequence[Tensor]) -> Optimizer:
-        if self._global is None or self._global.param_groups[0]["params"][:1] != list(weights[:1]):
+        if self._global is None or self._stepped_by_global is not weights:
+            self._stepped_by_global = weights
             members: list[list[Tensor]] = [[] for _ in self.base.groups]
             for weight, group in zip(weights, self.parameters.group_of, strict=True):
                 members[group].append(weight)
@@ -138,6 +140,8 @@ class TwinRule(LocalRule):
         for parameter, group in zip(self.parameters.tensors, self.parameters.group_of, strict=True):
             members[group].append(parameter)
         self._members = members
+        # Groups that are added join later, with a rule of their own.
+        self._groups = list(self._base.groups)
         self._twin: Optimizer | None = None
 
     def seed(self, state: GlobalState) -> None:
@@ -149,7 +153,7 @@ class TwinRule(LocalRule):
         if self._twin is None:
             groups = [
                 {**group, "params": members}
-                for group, members in zip(self._base.groups, self._members, strict=True)
+                for group, members in zip(self._groups, self._members, strict=True)
             ]
             self._twin = make_twin(self._base, groups)
         return self._twin

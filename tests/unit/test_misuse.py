@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -829,6 +830,71 @@ def test_a_group_without_names_or_with_names_in_use_is_refused(size: int) -> Non
     with pytest.raises(TypeError, match=r"'c' has dtype torch.complex64"):
         optimizer.add_param_group({"params": [("c", torch.nn.Parameter(new.to(torch.complex64)))]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_that_cannot_be_honoured_are_refused_in_added_and_loaded_groups_too(size: int) -> None:
+    model = small_model()
+    base = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = wrap(model, Loopback(size), base, warmup_steps=1)
+    new = ("new", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"amsgrad=True.*Allowed: amsgrad=False"):
+        optimizer.add_param_group({"params": [new], "amsgrad": True})
+    with pytest.raises(ValueError, match="differentiable=True is not supported"):
+        optimizer.add_param_group({"params": [new], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+    other = small_model()
+    amsgrad = torch.optim.Adam(other.parameters(), lr=0.5, amsgrad=True)
+    for holder in (optimizer, base):
+        with pytest.raises(ValueError, match=r"amsgrad=True.*Allowed: amsgrad=False"):
+            holder.load_state_dict(amsgrad.state_dict())
+    assert base.param_groups[0]["lr"] == 0.01
+
+
+def test_a_group_of_frozen_parameters_joins_at_a_flush() -> None:
+    model, other = small_model(), small_model().requires_grad_(False)
+    optimizer = wrap(model, Loopback(2), **DELAY)
+    train_step(model, optimizer)
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    optimizer.flush()
+    train_step(model, optimizer)
+    other.requires_grad_(True)
+    optimizer.flush()
+    before = weights(other)
+    loss_of(other).backward()
+    optimizer.step()
+    assert not equal(weights(other), before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_that_is_frozen_for_anothers_step_may_be_flushed_and_saved(size: int) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size), **DELAY)
+    train(model, optimizer, 4)
+    model.requires_grad_(False)
+    optimizer.flush()
+    names = optimizer.state_dict()["state"]["ssd_allreduce"]["names"]
+    model.requires_grad_(True)
+    train(model, optimizer, 4, first=4)
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_what_was_added_must_join_before_its_checkpoint_is_loaded() -> None:
+    def grown() -> Any:
+        model, other = small_model(), small_model()
+        optimizer = wrap(model, Loopback(2), **DELAY)
+        optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+        return model, other, optimizer
+
+    model, _, optimizer = grown()
+    optimizer.flush()
+    train_step(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    _, _, resumed = grown()
+    with pytest.raises(ValueError, match=r"Parameters were unfrozen, frozen or added here: flush\(\) first"):
+        resumed.load_state_dict(state)
+    resumed.flush()
+    resumed.load_state_dict(state)
 
 
 def test_a_scaler_first_seen_after_hooks_have_sent_is_refused_on_all_ranks() -> None:

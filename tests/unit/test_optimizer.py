@@ -159,6 +159,42 @@ def test_names_of_the_groups_serve_those_that_are_added() -> None:
     assert optimizer.param_groups[1]["param_names"][0] == "other.0.weight"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_checkpoint_can_be_loaded_again_into_an_optimizer_that_trains(kind: Any) -> None:
+    model, other = small_model(), small_model()
+    optimizer = wrap(model, Loopback(2), kind(model.parameters(), lr=0.01), warmup_steps=1, delay_steps=2)
+    train(model, optimizer, 8)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 4, first=8)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    resumed = wrap(other, Loopback(2), kind(other.parameters(), lr=0.01), warmup_steps=1, delay_steps=2)
+    resumed.load_state_dict(state)
+    train(model, optimizer, 6, first=8)
+    train(other, resumed, 6, first=8)
+    assert equal(weights(model), weights(other))
+
+
+def test_twins_can_be_saved_between_adding_a_group_and_its_joining() -> None:
+    model, other = small_model(), small_model()
+    base = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    optimizer = wrap(model, Loopback(2), base, warmup_steps=9)
+    train(model, optimizer, 2)
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+def test_one_rank_clips_what_was_unfrozen() -> None:
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model, Loopback(1), sgd(model, lr=1.0, momentum=0.0), max_grad_norm=1e-3)
+    train_step(model, optimizer)
+    model[0].weight.requires_grad_(True)
+    before = weights(model)
+    train_step(model, optimizer, 1)
+    moved = torch.cat([(a - b).reshape(-1) for a, b in zip(weights(model), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_checkpoint_holds_what_has_joined(size: int) -> None:
     model, other = small_model(), small_model()

@@ -12,10 +12,11 @@ import torch
 from engines import OrderedThreadRank, Outcome, ThreadRank, on_ranks, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import equal, small_model, train, weights, wrap
 from torch import Tensor
 
 import ssd_allreduce as ssd
-from ssd_allreduce import CommunicationTimeoutError, RankMismatchError
+from ssd_allreduce import CommunicationTimeoutError, SequenceMismatchError
 from ssd_allreduce.communicators import Capabilities, Handle, ReduceOp
 from ssd_allreduce.communicators.buckets import divide
 from ssd_allreduce.communicators.ordered import Ordered, matched_by_name
@@ -163,9 +164,9 @@ def test_layers_skipped_at_random_contribute_zeros() -> None:
         sum((rank + 1) * (index in order) for rank, (used, _) in enumerate(outcomes) for order in used)
         for index in range(LAYERS)
     ]
-    for _, weights in outcomes:
+    for _, trained in outcomes:
         expected = [-RATE * times * (index + 1) / 2 for index, times in enumerate(times_used)]
-        assert weights == pytest.approx(expected, rel=1e-5)
+        assert trained == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one after the other", "by one backward"])
@@ -216,7 +217,7 @@ def test_ranks_that_are_about_to_reduce_different_tensors_are_told_and_nothing_i
             results[engine.rank] = tensor.tolist()
 
     outcomes = run_ranks(2, program, OrderedThreadRank)
-    assert errors_of(outcomes) == [RankMismatchError, RankMismatchError]
+    assert errors_of(outcomes) == [SequenceMismatchError] * 2
     for rank, outcome in enumerate(outcomes):
         assert f"this rank submits 'of rank {rank}'" in str(outcome.error)
     assert results == {0: [1.0], 1: [2.0]}
@@ -230,7 +231,10 @@ def test_optimizers_stepped_in_another_order_on_a_rank_are_an_error() -> None:
         loss_in_order(models[first], range(LAYERS), engine.rank).backward()
         optimizers[first].step()
 
-    assert errors_of(run_ranks(2, program, OrderedThreadRank)) == [RankMismatchError, RankMismatchError]
+    assert errors_of(run_ranks(2, program, OrderedThreadRank)) == [
+        SequenceMismatchError,
+        SequenceMismatchError,
+    ]
 
 
 def test_load_on_one_rank_alone_is_an_error_on_both() -> None:
@@ -244,7 +248,10 @@ def test_load_on_one_rank_alone_is_an_error_on_both() -> None:
             loss_in_order(layers, range(LAYERS), engine.rank).backward()
             optimizer.step()
 
-    assert errors_of(run_ranks(2, program, OrderedThreadRank)) == [RankMismatchError, RankMismatchError]
+    assert errors_of(run_ranks(2, program, OrderedThreadRank)) == [
+        SequenceMismatchError,
+        SequenceMismatchError,
+    ]
 
 
 def test_wait_for_a_rank_that_does_not_come_ends() -> None:
@@ -387,3 +394,20 @@ def test_neighbours_share_a_bucket_up_to_the_limit() -> None:
     assert divide(sequence, 0) == [["a"], ["b"], ["c"], ["huge"], ["d"], ["e"]]
     assert divide(sequence, 1000) == [["a", "b", "c", "huge", "d", "e"]]
     assert divide([], 10) == []
+
+
+def test_parameters_that_join_later_travel_through_the_channel_that_is_open() -> None:
+    def program(engine: OrderedThreadRank) -> tuple[int, list[Tensor]]:
+        model = small_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = wrap(model, engine, delay_steps=3, overlap_steps=1)
+        train(model, optimizer, 4, engine.rank)
+        model[0].weight.requires_grad_(True)
+        optimizer.flush()
+        train(model, optimizer, 4, engine.rank, first=4)
+        optimizer.flush()
+        return len(engine.channels), weights(model)
+
+    (channels, final), (other_channels, other_final) = on_ranks(2, program, OrderedThreadRank)
+    assert channels == other_channels == 1
+    assert equal(final, other_final)

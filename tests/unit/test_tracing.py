@@ -92,6 +92,55 @@ def test_tracing_changes_no_weight_and_is_off_by_default(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["t.rank0.json"]
 
 
+def test_times_count_from_the_first_step_also_after_parameters_have_changed(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.0), trace=tmp_path / "trace.json", **DELAY)
+    train(model, optimizer, 5)
+    model[0].weight.requires_grad_(False)
+    optimizer.flush()
+    train(model, optimizer, 5)
+    optimizer.close()
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    assert names(events, LOOP).count("local update") == 10
+    assert min(event["ts"] for event in events if "ts" in event) >= 0.0
+
+
+def test_several_optimizers_write_files_of_their_own(tmp_path: Path) -> None:
+    engine = SlowLoopback(2, 0.0)
+    for _ in range(2):
+        model = small_model()
+        optimizer = wrap(model, engine, trace=tmp_path / "trace.json", **DELAY)
+        train(model, optimizer, 3)
+        optimizer.close()
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["trace.rank0.json", "trace.rank0.optimizer2.json"]
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path: Path) -> None:
+    optimizer = wrap(small_model(), SlowLoopback(2, 0.0), trace=tmp_path / "trace.json", **DELAY)
+    optimizer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_is_refused_at_construction(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        wrap(small_model(), SlowLoopback(2, 0.0), trace=tmp_path / "file" / "trace.json", **DELAY)
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.0), trace=tmp_path / "trace.json", **DELAY)
+    train(model, optimizer, 3)
+    (tmp_path / "trace.rank0.json").mkdir()
+    with pytest.warns(UserWarning, match="the trace cannot be written"):
+        optimizer.flush()
+    train(model, optimizer, 3)
+    with pytest.warns(UserWarning, match="the trace cannot be written"):
+        optimizer.close()
+    optimizer.base_optimizer.step()
+
+
 # -- the report ----------------------------------------------------------------------------------
 
 

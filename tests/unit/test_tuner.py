@@ -55,8 +55,9 @@ def test_it_measures_after_the_first_period_two_later_and_then_every_so_many(
         train_step(model, optimizer, step)
         if len(caplog.records) > len(measured):
             measured.append(step + 1)
-    # Periods of two steps: after the first, two, three, three, ...; measuring is no step.
-    assert measured[:4] == [2, 6, 12, 18]
+    # Periods of two steps, the first of which is too short to tell what a step costs; then after two
+    # periods, three, three, ...
+    assert measured[:4] == [4, 8, 14, 20]
 
 
 def test_what_is_measured_changes_no_weight() -> None:
@@ -145,3 +146,46 @@ def test_half_precision_sums_are_scaled_by_the_period_in_force() -> None:
     train(model, tuned, 8)
     train(other, fixed, 8)
     assert equal(weights(model), weights(other))
+
+
+def test_a_checkpoint_of_one_rank_or_of_synchronous_training_leaves_the_choice_open() -> None:
+    model = small_model()
+    alone = wrap(model, Loopback(1), **AUTO)
+    train(model, alone, 3)
+    state = copy.deepcopy(alone.state_dict())
+    other = small_model()
+    resumed = wrap(other, SlowLoopback(2, 0.1), max_delay_steps=8, **AUTO)
+    with pytest.warns(UserWarning, match="a new period begins"):
+        resumed.load_state_dict(state)
+    train(other, resumed, 12)
+    stats = resumed.stats()
+    assert (stats.delay_steps, stats.delay.steps) == (8, 12)
+
+
+def test_after_the_second_measurement_there_may_be_no_more_even_after_a_resume(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ssd_allreduce")
+    options: dict[str, Any] = {"max_delay_steps": 2, "retune_periods": 0, **AUTO}
+    model, other = small_model(), small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.02), **options)
+    train(model, optimizer, 8)
+    assert len(caplog.records) == 2
+    resumed = wrap(other, SlowLoopback(2, 0.02), **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other[0].weight.requires_grad_(False)
+    resumed.flush()
+    train(other, resumed, 12, first=8)
+    assert len(caplog.records) == 2
+
+
+def test_without_any_step_nothing_is_chosen() -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.001), **AUTO)
+    optimizer.flush()
+    optimizer.flush()
+    stats = optimizer.stats()
+    assert (stats.delay_steps, stats.overlap_steps) == (4, 2)
+    for step in range(8):
+        train_step(model, optimizer, step, edit=lambda: time.sleep(0.05))
+    assert optimizer.stats().delay_steps == 2
