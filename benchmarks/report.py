@@ -89,6 +89,20 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.2f}"
 
 
+def buckets(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["engine"],
+            str(r["bucket_bytes"]),
+            number(1e3 * r["seconds"], 1),
+            number(1e3 * r["seconds_left_after_computing"], 1),
+        ]
+        for r in report["results"]
+    ]
+    head = ["engine", "bucket_bytes", "allreduce, ms", "left after computing, ms"]
+    return "\n".join(["## Buckets\n", measured(report), table(head, rows)])
+
+
 def memory(report: dict[str, Any]) -> str:
     rows = [[r["method"], number(r["bytes_per_element"], 1), str(r["counted"])] for r in report["results"]]
     head = ["method", "peak bytes per parameter element", "counted"]
@@ -99,6 +113,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "throughput.json": throughput,
     "convergence.json": convergence,
     "memory.json": memory,
+    "buckets.json": buckets,
 }
 
 
