@@ -25,7 +25,8 @@ except ImportError:
     engine = ssd.choose_communicator("auto").open_channel(30.0)
     ones = torch.ones(3)
     engine.wait(engine.allreduce_async([ones], "ones", ReduceOp.SUM), 30.0)
-    print("sum", int(ones[0]), "of", engine.size, "by", engine.key, flush=True)
+    # In one write: torchrun gives all ranks the same output.
+    print(f"sum {int(ones[0])} of {engine.size} by {engine.key}\\n", end="", flush=True)
 """
 
 
