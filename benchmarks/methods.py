@@ -241,8 +241,8 @@ class Tuning(Delaying):
         self.run_steps(sum(self.settings))
 
 
-def data_parallel(problem: Problem) -> nn.parallel.DistributedDataParallel:
-    model = nn.parallel.DistributedDataParallel(problem.model)
+def data_parallel(problem: Problem, **options: Any) -> nn.parallel.DistributedDataParallel:
+    model = nn.parallel.DistributedDataParallel(problem.model, **options)
     # The loss runs the model through the wrapper, whose forward arms its hooks.
     problem.model = model
     return model
@@ -256,7 +256,8 @@ def ddp(problem: Problem, choice: Choice) -> Trainer:
 def ddp_powersgd(problem: Problem, choice: Choice) -> Trainer:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    model = data_parallel(problem)
+    # With several buckets over gloo its rounds overtake each other, and ranks add unlike tensors.
+    model = data_parallel(problem, bucket_cap_mb=1000)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=max(2, choice.warmup_steps)
     )
