@@ -36,7 +36,8 @@ def number(value: float | None, digits: int) -> str:
 
 
 def throughput(report: dict[str, Any]) -> str:
-    parts = ["## Throughput\n", measured(report)]
+    rates = ", ".join(dict.fromkeys(r["rate"] for r in report["results"]))
+    parts = [f"## Throughput at {rates}\n", measured(report)]
     for model, rate in dict.fromkeys((r["model"], r["rate"]) for r in report["results"]):
         chosen = [r for r in report["results"] if (r["model"], r["rate"]) == (model, rate)]
         rows = [
@@ -62,7 +63,7 @@ def throughput(report: dict[str, Any]) -> str:
 
 
 def convergence(report: dict[str, Any]) -> str:
-    parts = ["## Accuracy\n", measured(report)]
+    parts = [f"## Accuracy with {report['optimizer']}\n", measured(report)]
     for shards in dict.fromkeys(row["shards"] for row in report["summary"]):
         chosen = [row for row in report["summary"] if row["shards"] == shards]
         rows = [
@@ -109,24 +110,57 @@ def memory(report: dict[str, Any]) -> str:
     return "\n".join(["## Memory\n", measured(report), table(head, rows)])
 
 
+def kernels(report: dict[str, Any]) -> str:
+    largest = max(r["numel"] for r in report["results"])
+    rows = [
+        [
+            r["op"],
+            r["layout"],
+            f"{r['numel']:,}",
+            number(r["share_of_copy"], 2),
+            number(r["ratio_to_foreach"], 1),
+            number(r["ratio_to_fused_sgd"], 1),
+        ]
+        for r in report["results"]
+        if r["dtype"] == "float32" and r["numel"] in (largest, 10**6)
+    ]
+    head = "operation, layout, elements, share of copy, times as fast as foreach, as fused SGD and an add"
+    return "\n".join(["## Kernels on the CPU, float32\n", table(head.split(", "), rows)])
+
+
+def overhead(report: dict[str, Any]) -> str:
+    parts = ["## Bookkeeping of a step over tiny tensors\n"]
+    for title, key in (
+        ("In one process, `step()` alone", "results"),
+        ("Two ranks, backward too", "two_ranks"),
+    ):
+        rows = [
+            [f"{r['tensors']:,}", *(number(r[f"{name}_us"], 1) for name in ("torch", "horovod", "ssd"))]
+            for r in report[key] or ()
+        ]
+        head = ["tensors", "torch, µs", "plain Horovod, µs", "SSD-SGD, µs"]
+        parts += [f"{title}:\n", table(head, rows)]
+    return "\n".join(parts)
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "throughput.json": throughput,
-    "convergence.json": convergence,
+    "throughput_*.json": throughput,
+    "convergence*.json": convergence,
     "memory.json": memory,
     "buckets.json": buckets,
+    "kernels_cpu.json": kernels,
+    "overhead.json": overhead,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where the JSON files are")
-    arguments = parser.parse_args()
+    folder: Path = parser.parse_args().folder
     parts = [INTRODUCTION]
-    for name, section in SECTIONS.items():
-        path = arguments.folder / name
-        if path.exists():
-            parts.append(section(json.loads(path.read_text())))
-    (arguments.folder / "benchmarks.md").write_text("\n".join(parts))
+    for pattern, section in SECTIONS.items():
+        parts += [section(json.loads(path.read_text())) for path in sorted(folder.glob(pattern))]
+    (folder / "benchmarks.md").write_text("\n".join(parts))
 
 
 if __name__ == "__main__":

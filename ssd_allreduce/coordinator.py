@@ -153,7 +153,8 @@ class Coordinator:
             self._fail(error)
             raise
         self.training.stats.step(undisturbed=quiet)
-        self._reducer.observe()
+        if tracer.active:
+            self._reducer.observe()
         self._prepare_next_step()
         tracer.step_ended()
 

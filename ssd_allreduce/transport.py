@@ -114,10 +114,9 @@ class Transport:
 
     def observe(self, pending: Sequence[Pending]) -> None:
         """Let a trace know which operations are done by now."""
-        if self.tracer.active:
-            for operation in pending:
-                if self._is_done(operation):
-                    self.tracer.finished(operation.name)
+        for operation in pending:
+            if self._is_done(operation):
+                self.tracer.finished(operation.name)
 
     def reduce_now(self, tensor: Tensor, name: str, op: ReduceOp) -> Tensor:
         """Allreduce one vector and wait for it. Collective."""
