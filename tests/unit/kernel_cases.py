@@ -170,6 +170,8 @@ class Operation:
 
 factor = st.floats(-1, 1).map(lambda value: round(value, 3))
 fraction = st.floats(0, 1).map(lambda value: round(value, 3))
+# A displacement is divided by their sum, which would magnify the weights' rounding if it were tiny.
+rate = st.just(0.0) | st.floats(0.05, 1).map(lambda value: round(value, 3))
 boolean = st.booleans()
 # Away from 1, where bias corrections vanish, and second moments away from 0, where square roots
 # magnify rounding.
@@ -265,9 +267,10 @@ OPERATIONS = (
         },
         {
             "count": st.integers(1, 64),
-            "divisor": st.integers(1, 64).map(float),
+            # A variance is a difference, whose rounding grows with the square of count over divisor.
+            "divisor": st.integers(16, 64).map(float),
             "steps_before": st.integers(0, 1000),
-            "lrs": fraction,
+            "lrs": rate,
             "beta1s": first_decay,
             "beta2s": second_decay,
             "epsilons": epsilon,
@@ -307,7 +310,7 @@ OPERATIONS = (
         {"weights": PARAMETER, "momenta": PARAMETER, "sums": STATE, "corrections": STATE},
         {
             "divisor": st.integers(1, 64).map(float),
-            "lrs": fraction,
+            "lrs": rate,
             "momentum_factors": st.just(0.0) | fraction,
             "dampenings": fraction,
             "weight_decays": fraction,
