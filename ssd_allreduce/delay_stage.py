@@ -136,9 +136,7 @@ class DelayStage:
     def flush_event(self) -> ControlResult:
         """Sync the partial period and complete at once. Collective."""
         self._enter()
-        self._issue(flushing=True)
-        self._training.schedule.close_period()
-        result = self.complete()
+        result = self._event_at_once(flushing=True)
         self.tuner.tune_if_due(self._empty_event)
         return result
 
@@ -157,9 +155,12 @@ class DelayStage:
 
     def _empty_event(self) -> None:
         """A sync event without any step, waited for at once."""
-        self._issue(flushing=False)
+        self._event_at_once(flushing=False)
+
+    def _event_at_once(self, flushing: bool) -> ControlResult:
+        self._issue(flushing)
         self._training.schedule.close_period()
-        self.complete()
+        return self.complete()
 
     def announce_failure(self, failure: Failure) -> None:
         """Send this rank's part of a sync point, marked as useless, so that nobody waits for it."""

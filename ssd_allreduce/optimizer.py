@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         engine = read_communicator(request, communicator)
         parameters = Parameters(optimizer.param_groups, request.names)
         refuse_other_engines(parameters)
-        self._settings, self._request = settings, request
+        self._request = request
         self._base = BaseOptimizer(optimizer)
         self._family = choose_family(self._base, parameters)
         self._family.check(settings)

@@ -74,13 +74,18 @@ class Family(abc.ABC):
             ValueError: naming the option and what is allowed.
         """
 
-    @abc.abstractmethod
     def check(self, settings: Settings) -> None:
         """Refuse options that cannot be honoured.
 
         Raises:
             ValueError: naming the option, what is allowed and what to do.
         """
+        self.check_groups(self.base.groups)
+        if self.needs_squares and settings.warmup_steps < 1 and settings.delay_steps > 1:
+            raise ValueError(
+                f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "
+                "to start from synchronous steps. Allowed: at least 1; a few hundred are usual."
+            )
 
     @abc.abstractmethod
     def replay(self, weights: Sequence[Tensor], replay: Replay) -> None:

@@ -14,7 +14,6 @@ from ssd_allreduce.compensation import GlobalState, LocalRule
 from ssd_allreduce.families import noise
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation
-from ssd_allreduce.settings import Settings
 from ssd_allreduce.update_family import Family, Replay
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
@@ -32,14 +31,6 @@ class AdamFamily(Family):
                     f"param_groups[{index}] has amsgrad=True, whose running maximum cannot be replayed from "
                     "accumulated gradients. Allowed: amsgrad=False."
                 )
-
-    def check(self, settings: Settings) -> None:
-        self.check_groups(self.base.groups)
-        if settings.warmup_steps < 1 and settings.delay_steps > 1:
-            raise ValueError(
-                f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "
-                "to start from synchronous steps. Allowed: at least 1; a few hundred are usual."
-            )
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {

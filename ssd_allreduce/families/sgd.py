@@ -13,7 +13,6 @@ from ssd_allreduce.compensation import GlobalState, LocalRule, PlainRule
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation
 from ssd_allreduce.parameters import Batch, Parameters
-from ssd_allreduce.settings import Settings
 from ssd_allreduce.update_family import Family, Replay
 
 MOMENTUM = "momentum_buffer"
@@ -21,9 +20,6 @@ MOMENTUM = "momentum_buffer"
 
 class SGDFamily(Family):
     """SGD by fused kernels."""
-
-    def check(self, settings: Settings) -> None:
-        pass
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {MOMENTUM: layout.zeros_like(parameter)} if group["momentum"] != 0 else {}

@@ -18,7 +18,6 @@ from ssd_allreduce.families import noise
 from ssd_allreduce.group_options import StepOptions
 from ssd_allreduce.ops import Accumulation, Correction, accumulate_
 from ssd_allreduce.parameters import Parameters
-from ssd_allreduce.settings import Settings
 from ssd_allreduce.update_family import Family, Replay
 
 _SECOND_MOMENTS: dict[type[Optimizer], tuple[str, str]] = {
@@ -41,13 +40,6 @@ class TwinFamily(Family):
         self.needs_squares = self._second_moment is not None
         self._global: Optimizer | None = None
         self._stepped_by_global: Sequence[Tensor] | None = None
-
-    def check(self, settings: Settings) -> None:
-        if self.needs_squares and settings.warmup_steps < 1 and settings.delay_steps > 1:
-            raise ValueError(
-                f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "
-                "to start from synchronous steps. Allowed: at least 1; a few hundred are usual."
-            )
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """What a step with a zero gradient on a copy leaves behind."""

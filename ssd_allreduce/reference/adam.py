@@ -18,6 +18,7 @@ from ssd_allreduce.reference.lists import (
     check_step_options,
     choice,
     store,
+    store_corrections,
     to_compute,
 )
 
@@ -164,12 +165,7 @@ def replay_adam_(
         extra = None if variances is None else torch._foreach_mul(variances, missing_noise)
         options = _Options(lr, beta1, beta2, eps, weight_decay, decoupled)
         options.advance(steps_before + index + 1, w, m, u, ascent, extra)
-    if correction == Correction.MEAN_GRADIENT:
-        torch._foreach_copy_(corrections, mean)
-    elif correction == Correction.DISPLACEMENT and sum(lrs) != 0:
-        torch._foreach_sub_(before, w)
-        torch._foreach_div_(before, sum(lrs))
-        torch._foreach_copy_(corrections, before)
+    store_corrections(corrections, correction, mean, before, w, sum(lrs))
     store(weights, w)
     store(firsts, m)
     store(seconds, u)

@@ -53,6 +53,23 @@ def accumulate(accumulators: Tensors, gradients: Tensors, accumulation: int) -> 
         torch._foreach_copy_(accumulators, gradients)
 
 
+def store_corrections(
+    corrections: Tensors,
+    correction: int,
+    mean: Tensors,
+    before: list[Tensor],
+    after: Tensors,
+    lr_sum: float,
+) -> None:
+    """Store what a replay leaves for the next local updates; ``before`` is used up."""
+    if correction == Correction.MEAN_GRADIENT:
+        torch._foreach_copy_(corrections, mean)
+    elif correction == Correction.DISPLACEMENT and lr_sum != 0:
+        torch._foreach_sub_(before, after)
+        torch._foreach_div_(before, lr_sum)
+        torch._foreach_copy_(corrections, before)
+
+
 class Lists:
     """Compares an operation's lists of tensors with its first one; the tensors there lead."""
 

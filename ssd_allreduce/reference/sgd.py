@@ -15,6 +15,7 @@ from ssd_allreduce.reference.lists import (
     check_step_options,
     choice,
     store,
+    store_corrections,
     to_compute,
 )
 
@@ -153,12 +154,7 @@ def replay_sgd_(
                 momentum_initialised = True
             update = torch._foreach_add(direction, v, alpha=momentum) if nesterov else tuple(v)
         torch._foreach_add_(w, update, alpha=-lr)
-    if correction == Correction.MEAN_GRADIENT:
-        torch._foreach_copy_(corrections, mean)
-    elif correction == Correction.DISPLACEMENT and sum(lrs) != 0:
-        torch._foreach_sub_(before, w)
-        torch._foreach_div_(before, sum(lrs))
-        torch._foreach_copy_(corrections, before)
+    store_corrections(corrections, correction, mean, before, w, sum(lrs))
     store(weights, w)
     store(momenta, v)
 
