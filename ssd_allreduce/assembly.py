@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.communicators.ordered import matched_by_name
 from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
+from ssd_allreduce.communicators.through_host import ThroughHost
 from ssd_allreduce.compensation import make_rule
 from ssd_allreduce.control_channel import ControlChannel
 from ssd_allreduce.global_model import GlobalModel
@@ -34,6 +37,8 @@ def make_transport(
     prefix = f"ssd.{number}"
     tracer = Tracer() if trace is None else FileTracer(trace, _trace_label(communicator.key, number))
     engine = matched_by_name(communicator, settings.bucket_bytes, settings.timeout)
+    if torch.cuda.is_available() and "cuda" not in engine.capabilities.devices:
+        engine = ThroughHost(engine)
     return Transport(engine, prefix, settings.timeout, stats, tracer)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ssd_allreduce.communicators.protocol import Capabilities, Communicator, Handle, ReduceOp
+from ssd_allreduce.communicators.staging import Device, Event, HostStage, StagedRow, join, write_back
 from ssd_allreduce.errors import UsageError
 
 
@@ -45,18 +45,18 @@ def divide(sequence: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
 
 @dataclass
 class Operation:
-    """One allreduce as it was asked for."""
+    """One allreduce as it was asked for.
+
+    Attributes:
+        moments: for each device, when its tensors hold what is to be reduced.
+    """
 
     tensors: list[Tensor]
     op: ReduceOp
     prescale: float
     postscale: float
+    moments: dict[torch.device, Event]
     bucket: Bucket = field(init=False)
-    stream: torch.cuda.Stream | None = None
-
-    def __post_init__(self) -> None:
-        if any(tensor.is_cuda for tensor in self.tensors):
-            self.stream = torch.cuda.current_stream(self.tensors[0].device)
 
     def factors(self, ranks: int) -> tuple[float, float]:
         """What values are multiplied by before and after their sum."""
@@ -67,17 +67,40 @@ class Operation:
 
 @dataclass
 class _Part:
-    """Tensors of a bucket that travel as one: same type, device, operation and factors."""
+    """Tensors of a bucket that travel as one: same type, device, operation and factors.
+
+    Attributes:
+        tensors: where the results go.
+        buffer: what the engine reduces.
+        kind: what they have in common.
+        device: where the buffer is.
+        prepared: when the buffer holds their values.
+        staged: the copy in host memory that the buffer is, for tensors on other devices.
+    """
 
     tensors: list[Tensor]
     buffer: Tensor
-    postscale: float
+    kind: _Kind
+    device: Device
+    prepared: Event
+    staged: StagedRow | None = None
     handle: Handle = None
     arrived: bool = False
 
-    @property
-    def is_copied(self) -> bool:
-        return self.buffer is not self.tensors[0]
+    def may_leave(self, waits_for_devices: bool) -> bool:
+        if self.staged is not None:
+            return self.staged.ready
+        return waits_for_devices or self.prepared.query()
+
+    def write_results(self) -> None:
+        if self.staged is not None:
+            self.staged.bring_back(self.kind.postscale)
+            return
+        self.device.take_over(self.buffer)
+        if self.kind.postscale != 1.0:
+            self.buffer.mul_(self.kind.postscale)
+        if self.buffer is not self.tensors[0]:
+            write_back(self.buffer, self.tensors)
 
 
 class Bucket:
@@ -91,6 +114,7 @@ class Bucket:
         self._names = list(names)
         self._operations: dict[str, Operation] = {}
         self._parts: list[_Part] = []
+        self._prepared = False
         self.launched = False
         self.finished = False
 
@@ -109,19 +133,32 @@ class Bucket:
         operation.bucket = self
         self._operations[name] = operation
 
+    def prepare(self, able: Capabilities, ranks: int, stage: HostStage) -> None:
+        """Bring together what travels. All operations must have been submitted."""
+        if self._prepared:
+            return
+        self._prepared = True
+        operations = [self._operations[name] for name in self._names]
+        after: dict[torch.device, list[Event]] = {}
+        for operation in operations:
+            for device, moment in operation.moments.items():
+                after.setdefault(device, []).append(moment)
+        for kind, tensors in _by_kind(operations, able, ranks).items():
+            # Engines differ in whether they take nothing; all ranks leave it out alike.
+            if any(tensor.numel() for tensor in tensors):
+                self._parts.append(_make_part(tensors, kind, able, after, stage))
+
+    def may_leave(self, able: Capabilities) -> bool:
+        """Whether what was prepared holds its values, as far as the engine does not see to that."""
+        return all(part.may_leave(able.waits_for_devices) for part in self._parts)
+
     def launch(self, channel: Communicator) -> None:
         """Hand everything to the engine. Collective."""
         self.launched = True
-        operations = [self._operations[name] for name in self._names]
-        with _on_stream_of(operations):
-            for kind, tensors in _by_kind(operations, channel).items():
-                buffer = _gather(tensors, kind)
-                if buffer.numel() == 0:
-                    # Engines differ in whether they take nothing; all ranks leave it out alike.
-                    continue
-                op = ReduceOp.MAX if kind.largest else ReduceOp.SUM
-                handle = channel.allreduce_async([buffer], self._names[0], op)
-                self._parts.append(_Part(tensors, buffer, kind.postscale, handle))
+        for part in self._parts:
+            op = ReduceOp.MAX if part.kind.largest else ReduceOp.SUM
+            with part.device.beside():
+                part.handle = channel.allreduce_async([part.buffer], self._names[0], op)
 
     def poll(self, channel: Communicator) -> bool:
         """Whether all results have arrived."""
@@ -134,11 +171,7 @@ class Bucket:
         """Write the results, which have arrived, into the operations' tensors."""
         for part in self._parts:
             channel.wait(part.handle, timeout)
-            if part.postscale != 1.0:
-                part.buffer.mul_(part.postscale)
-            if part.is_copied:
-                pieces = torch.split(part.buffer, [tensor.numel() for tensor in part.tensors])
-                torch._foreach_copy_(part.tensors, list(pieces))
+            part.write_results()
         self._parts = []
         self.finished = True
 
@@ -152,12 +185,11 @@ class _Kind:
     postscale: float
 
 
-def _by_kind(operations: Sequence[Operation], channel: Communicator) -> dict[_Kind, list[Tensor]]:
+def _by_kind(operations: Sequence[Operation], able: Capabilities, ranks: int) -> dict[_Kind, list[Tensor]]:
     """The flat tensors of all operations, by how they travel, in an order that all ranks share."""
-    able = channel.capabilities
     kinds: dict[_Kind, list[Tensor]] = {}
     for operation in operations:
-        prescale, postscale = operation.factors(channel.size)
+        prescale, postscale = operation.factors(ranks)
         for tensor in operation.tensors:
             kind = _Kind(
                 _travelling_dtype(tensor, able),
@@ -176,24 +208,20 @@ def _travelling_dtype(tensor: Tensor, able: Capabilities) -> torch.dtype:
     return tensor.dtype if tensor.dtype in able.dtypes else torch.float32
 
 
-def _gather(tensors: list[Tensor], kind: _Kind) -> Tensor:
-    """One tensor that travels: the only one itself where it can, else a copy of all."""
-    first = tensors[0]
-    if len(tensors) == 1 and (first.dtype, first.device) == (kind.dtype, kind.device):
-        buffer = first
-    else:
-        buffer = torch.cat([tensor.to(kind.device, kind.dtype) for tensor in tensors])
-    if kind.prescale != 1.0:
-        buffer.mul_(kind.prescale)
-    return buffer
-
-
-@contextlib.contextmanager
-def _on_stream_of(operations: Sequence[Operation]) -> Iterator[None]:
-    """Whichever thread launches, it continues the stream on which the tensors were computed."""
-    stream = next((operation.stream for operation in operations if operation.stream is not None), None)
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
+def _make_part(
+    tensors: list[Tensor],
+    kind: _Kind,
+    able: Capabilities,
+    after: dict[torch.device, list[Event]],
+    stage: HostStage,
+) -> _Part:
+    device = stage.device(kind.device)
+    if any(tensor.device.type not in able.devices for tensor in tensors):
+        staged = stage.take(tensors, kind.dtype, after, kind.prescale)
+        return _Part(tensors, staged.row, kind, device, device.moment(), staged)
+    with device.beside(after[kind.device]):
+        in_place = len(tensors) == 1 and tensors[0].dtype == kind.dtype
+        buffer = tensors[0] if in_place else join(tensors, kind.dtype)
+        if kind.prescale != 1.0:
+            buffer.mul_(kind.prescale)
+        return _Part(tensors, buffer, kind, device, device.moment())

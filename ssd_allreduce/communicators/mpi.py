@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +25,10 @@ _leaving: Leaving | None = None
 class MPICommunicator:
     """Allreduce through mpi4py, on duplicates of ``MPI.COMM_WORLD``.
 
-    MPI reduces float32 and float64 in CPU memory here: other types travel as float32, and tensors in
-    CUDA memory through a copy. Importing mpi4py initialises MPI, unless the user's code has done so. All
-    ranks of the job take part. The first operation is collective: it makes a duplicate.
+    MPI reduces float32 and float64 here: other types travel as float32. Tensors in CUDA memory are handed
+    to an MPI that says it reads them (``MPIX_Query_cuda_support``), and else copied. Importing mpi4py
+    initialises MPI, unless the user's code has done so. All ranks of the job take part. The first
+    operation is collective: it makes a duplicate.
 
     Raises:
         UsageError: mpi4py is not installed.
@@ -38,6 +40,7 @@ class MPICommunicator:
         self._rank = int(self._mpi.COMM_WORLD.Get_rank())
         self._size = int(self._mpi.COMM_WORLD.Get_size())
         self._threads = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._cuda = torch.cuda.is_available() and reads_cuda_memory(self._mpi)
         self._ops = {ReduceOp.SUM: self._mpi.SUM, ReduceOp.MAX: self._mpi.MAX}
         self._types = {torch.float32: self._mpi.FLOAT, torch.float64: self._mpi.DOUBLE}
 
@@ -52,7 +55,14 @@ class MPICommunicator:
     @property
     def capabilities(self) -> Capabilities:
         # Without THREAD_MULTIPLE no thread of ours may call MPI beside the user's: hooks and waits do.
-        return Capabilities("order", frozenset(self._types), frozenset({"cpu"}), _POLL_SECONDS, self._threads)
+        return Capabilities(
+            "order",
+            frozenset(self._types),
+            frozenset({"cpu", "cuda"} if self._cuda else {"cpu"}),
+            polled_every=_POLL_SECONDS,
+            threads=self._threads,
+            waits_for_devices=False,
+        )
 
     @property
     def key(self) -> str:
@@ -73,7 +83,9 @@ class MPICommunicator:
         postscale: float = 1.0,
     ) -> Handle:
         tensor = only_tensor(tensors, op, prescale, postscale)
-        buffer = [tensor.detach().numpy(), self._types[tensor.dtype]]
+        # mpi4py takes a CUDA tensor by its own interface, and does not look at streams.
+        memory = tensor.detach() if tensor.is_cuda else tensor.detach().numpy()
+        buffer = [memory, self._types[tensor.dtype]]
         with self._translated_errors(f"allreduce of {name!r}"):
             return self._opened().Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op])
 
@@ -135,6 +147,18 @@ class _TranslatedErrors:
                 f"MPI failed in {self._what}: {error}. Another rank has probably ended or reported an error "
                 "of its own; see its output."
             ) from error
+
+
+def reads_cuda_memory(mpi: Any) -> bool:
+    """Whether this MPI was built, and has been started, to read and write CUDA memory.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+    """
+    # Open MPI, MPICH and what derives from them say so by a function that mpi4py does not wrap.
+    library = ctypes.CDLL(mpi.__file__)
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    return query is not None and query() == 1
 
 
 def _import_mpi() -> Any:

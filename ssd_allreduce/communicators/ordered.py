@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ssd_allreduce.communicators.buckets import Bucket, Operation, divide
+from ssd_allreduce.communicators.progress import ProgressThread
 from ssd_allreduce.communicators.protocol import (
     Capabilities,
     Communicator,
@@ -30,6 +30,7 @@ from ssd_allreduce.communicators.protocol import (
     ReduceOp,
     wait_until,
 )
+from ssd_allreduce.communicators.staging import HostStage
 from ssd_allreduce.errors import CommunicationError, SequenceMismatchError, SSDError
 
 _DIGEST_BYTES = 6  # exact in a float64
@@ -83,7 +84,8 @@ class Ordered:
         self._expected: dict[str, Bucket] = {}
         self._in_flight: list[Bucket] = []
         self._error: BaseException | None = None
-        self._polling = False
+        self._stage = HostStage()
+        self._progress = ProgressThread(self._advance, self._lock)
         self._stopped = False
 
     # -- the protocol ----------------------------------------------------------------------------
@@ -99,7 +101,9 @@ class Ordered:
     @property
     def capabilities(self) -> Capabilities:
         able = self._engine.capabilities
-        return Capabilities("name", able.dtypes, able.devices, able.polled_every, able.threads)
+        # Buckets on devices that the engine does not read travel through host memory.
+        devices = able.devices | {"cuda"}
+        return Capabilities("name", able.dtypes, devices, able.polled_every, able.threads)
 
     @property
     def key(self) -> str:
@@ -129,9 +133,9 @@ class Ordered:
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Handle:
-        operation = Operation(list(tensors), op, prescale, postscale)
         with self._lock:
             self._raise_failure()
+            operation = Operation(list(tensors), op, prescale, postscale, self._stage.moments(tensors))
             if name not in self._expected:
                 shape = [(tensor.numel(), str(tensor.dtype)) for tensor in tensors]
                 self._waiting.append(_Header(_digest(repr((name, op, shape))), f"submits {name!r}"))
@@ -200,10 +204,14 @@ class Ordered:
 
     def _send_what_may_leave(self) -> None:
         channel = self._opened()
+        able = channel.capabilities
         while self._waiting:
             head = self._waiting[0]
             if isinstance(head, Bucket):
                 if not head.complete:
+                    return
+                head.prepare(able, channel.size, self._stage)
+                if not head.may_leave(able):
                     return
                 head.launch(channel)
                 self._in_flight.append(head)
@@ -232,33 +240,25 @@ class Ordered:
     # -- a thread while something has to be polled -----------------------------------------------
 
     def _keep_polling(self) -> None:
-        if self._polling or self._stopped or not self.capabilities.threads or not self._needs_polling():
-            return
-        self._polling = True
-        threading.Thread(target=self._poll_until_idle, name="ssd_allreduce-progress", daemon=True).start()
+        if self.capabilities.threads and not self._stopped and self._needs_polling():
+            self._progress.wake(self.capabilities.polled_every or _HEADER_POLL_SECONDS)
 
     def _needs_polling(self) -> bool:
-        if self._waiting and not (isinstance(self._waiting[0], Bucket)):
-            return True
+        if self._waiting:
+            head = self._waiting[0]
+            if not isinstance(head, Bucket) or head.complete:
+                return True
         return self.capabilities.polled_every is not None and any(not b.arrived for b in self._in_flight)
 
-    def _poll_until_idle(self) -> None:
-        interval = self.capabilities.polled_every or _HEADER_POLL_SECONDS
-        with torch.no_grad():
-            while self._poll_once():
-                time.sleep(interval)
-
-    def _poll_once(self) -> bool:
-        with self._lock:
-            try:
-                if not self._stopped:
-                    self._send_what_may_leave()
-                    if self.capabilities.polled_every is not None:
-                        self._poll_in_flight()
-            except BaseException as error:  # noqa: BLE001 - the user's thread must hear of it
-                self._error = error
-            self._polling = not self._stopped and self._error is None and self._needs_polling()
-            return self._polling
+    def _advance(self) -> bool:
+        try:
+            if not self._stopped:
+                self._send_what_may_leave()
+                if self.capabilities.polled_every is not None:
+                    self._poll_in_flight()
+        except BaseException as error:  # noqa: BLE001 - the user's thread must hear of it
+            self._error = error
+        return not self._stopped and self._error is None and self._needs_polling()
 
 
 def matched_by_name(engine: Communicator, bucket_bytes: int, timeout: float) -> Communicator:

@@ -40,6 +40,8 @@ class Capabilities:
         polled_every: seconds after which operations in flight must be polled again to make progress;
             None where they progress by themselves.
         threads: whether any thread may call it, while the user's thread calls the same library.
+        waits_for_devices: whether an operation on device memory waits by itself for what the current
+            stream has been given. If not, it is submitted only once the memory holds its values.
     """
 
     matches_by: Literal["name", "order"]
@@ -47,6 +49,7 @@ class Capabilities:
     devices: frozenset[str]
     polled_every: float | None = None
     threads: bool = False
+    waits_for_devices: bool = True
 
 
 @runtime_checkable
