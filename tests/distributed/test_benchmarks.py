@@ -40,6 +40,30 @@ def test_convergence(tmp_path: Path) -> None:
     assert (plain["seeds"], plain["paired_difference"]) == (2, 0.0)
 
 
+def test_convergence_in_parts(tmp_path: Path) -> None:
+    """What a file holds is kept and not trained again; seconds are added to it afterwards."""
+    path = tmp_path / "convergence.json"
+    training = ["--steps", "40", "--ranks", "2", "--warmup-steps", "5", "--target-accuracy", "0.3"]
+    short = [*training, "--shards", "equal", "--rules", "momentum", "--periods", "4:2", "--resume"]
+    first = run("convergence.py", path, *short, "--only", "horovod", "--seeds", "1")
+    second = run("convergence.py", path, *short, "--only", "ssd", "--seeds", "1")
+    assert second["results"][: len(first["results"])] == first["results"]
+    assert [row["method"] for row in second["results"]] == ["horovod", "ssd"]
+    step = {
+        "method": "ssd",
+        "rate": "1gbit",
+        "model": "alexnet-like",
+        "k": 4,
+        "d": 2,
+        "seconds_per_step": 0.5,
+    }
+    (tmp_path / "throughput.json").write_text(json.dumps({"results": [step]}))
+    third = run("convergence.py", path, "--only-seconds", "--throughput", str(tmp_path / "throughput.json"))
+    plain, ours = third["results"]
+    assert ours["seconds_to_target"] == 0.5 * ours["steps_to_target"]
+    assert plain["seconds_to_target"] is None
+
+
 @needs_namespaces
 def test_throughput(tmp_path: Path) -> None:
     methods = "compute,horovod,ssd:4:2,ssd-auto@horovod,post-local-sgd"
