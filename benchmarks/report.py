@@ -128,6 +128,29 @@ def overhead(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def trace_cost(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            number(1e3 * r["untraced_seconds_per_step"], 2),
+            number(1e3 * r["traced_seconds_per_step"], 2),
+            percent(r["cost"]),
+            f"{percent(r['cost_low'])} to {percent(r['cost_high'])}",
+            number(100 * r["cost_deviation"], 2),
+            number(1e3 * r["untraced_flush_seconds"], 1),
+            number(1e3 * r["traced_flush_seconds"], 1),
+            number(r["trace_bytes_per_step"], 0),
+        ]
+        for r in report["results"]
+    ]
+    head = (
+        "ms/step without, ms/step with, cost %, 95 % interval, deviation of a round, "
+        "flush without ms, flush with ms, bytes/step"
+    )
+    rounds = {"rounds": sum(len(r["rounds"]) for r in report["results"])}
+    ground = measured({**report, **rounds})
+    return "\n".join(["## Recording a trace\n", ground, table(head.split(", "), rows)])
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "throughput_*.json": throughput,
     "convergence*.json": convergence,
@@ -136,6 +159,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "buckets.json": buckets,
     "kernels_cpu.json": kernels,
     "overhead.json": overhead,
+    "trace_cost.json": trace_cost,
 }
 
 

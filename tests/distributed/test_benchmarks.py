@@ -87,3 +87,13 @@ def test_scaling(tmp_path: Path) -> None:
     assert all(5e6 < engine["bandwidth"] < 150e6 for engine in fitted["engines"].values())
     assert max(row["ranks"] for row in report["predictions"]) == 1024
     assert picture.stat().st_size > 0
+
+
+def test_trace_cost(tmp_path: Path) -> None:
+    (row,) = run("trace_cost.py", tmp_path / "trace_cost.json", "--rounds", "2")["results"]
+    assert row["traced_seconds_per_step"] > 0
+    assert row["untraced_seconds_per_step"] > 0
+    assert row["cost_low"] <= row["cost"] <= row["cost_high"]
+    assert len(row["rounds"]) == 2
+    # A dozen events a step, each of which has a name and a duration.
+    assert row["trace_bytes_per_step"] > 500

@@ -62,6 +62,16 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     assert "| 4 |" not in text
 
 
+def test_cost_of_a_trace_has_its_interval(tmp_path: Path) -> None:
+    row = {"untraced_seconds_per_step": 0.1, "traced_seconds_per_step": 0.101, "rounds": [0.01, 0.01]}
+    row |= {"cost": 0.004, "cost_low": -0.002, "cost_high": 0.009, "cost_deviation": 0.02}
+    row |= {"untraced_flush_seconds": 0.05, "traced_flush_seconds": 0.07, "trace_bytes_per_step": 2500.0}
+    (tmp_path / "trace_cost.json").write_text(json.dumps({"date": "2030-01-02", "k": 8, "results": [row]}))
+    text = report(tmp_path)
+    assert "2030-01-02; k 8; rounds 2." in text
+    assert "| 100.00 | 101.00 | +0.40 | -0.20 to +0.90 | 2.00 | 50.0 | 70.0 | 2500 |" in text
+
+
 def test_the_page_in_the_documentation_is_what_the_files_give(tmp_path: Path) -> None:
     for path in (ROOT / "docs").glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
