@@ -5,6 +5,7 @@ Every method trains the same model on the same batch with SGD and momentum, and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class Trainer:
         optimizer: called after each backward.
         unit: steps in a unit.
         before: steps after which nothing is in flight and a unit may begin.
+
+    Attributes:
+        step_seconds: how long each step of the last :meth:`run_steps` took.
     """
 
     def __init__(self, problem: Problem, optimizer: Any, unit: int = 1, before: int = WARMUP_STEPS) -> None:
@@ -73,6 +77,7 @@ class Trainer:
         self.optimizer = optimizer
         self._unit = unit
         self._before = before
+        self.step_seconds: list[float] = []
 
     @property
     def steps_per_unit(self) -> int:
@@ -91,8 +96,11 @@ class Trainer:
         self.run_steps(units * self._unit)
 
     def run_steps(self, steps: int) -> None:
+        self.step_seconds = []
         for _ in range(steps):
+            began = time.monotonic()
             self.step()
+            self.step_seconds.append(time.monotonic() - began)
 
     def step(self) -> None:
         """One step on the problem's present batch."""

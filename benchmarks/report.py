@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from scaling_report import scaling
+from tables import measured, number, percent, table
 
 ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Benchmarks
@@ -19,20 +22,6 @@ INTRODUCTION = """# Benchmarks
 Written by `python benchmarks/report.py` from JSON files in this folder, which the benchmarks wrote.
 [benchmarks/README.md](../benchmarks/README.md) says what each number means and how to measure again.
 """
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def measured(report: dict[str, Any]) -> str:
-    what = [f"{key.replace('_', ' ')} {report[key]}" for key in report if key not in ("results", "summary")]
-    return "; ".join(what).replace("date ", "", 1) + ".\n"
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None or value != value else f"{value:.{digits}f}"
 
 
 def throughput(report: dict[str, Any]) -> str:
@@ -84,10 +73,6 @@ def convergence(report: dict[str, Any]) -> str:
         head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, loss"
         parts += [f"### {shards} shards\n", table(head.split(", "), rows)]
     return "\n".join(parts)
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:+.2f}"
 
 
 def buckets(report: dict[str, Any]) -> str:
@@ -143,13 +128,38 @@ def overhead(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def trace_cost(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            number(1e3 * r["untraced_seconds_per_step"], 2),
+            number(1e3 * r["traced_seconds_per_step"], 2),
+            percent(r["cost"]),
+            f"{percent(r['cost_low'])} to {percent(r['cost_high'])}",
+            number(100 * r["cost_deviation"], 2),
+            number(1e3 * r["untraced_flush_seconds"], 1),
+            number(1e3 * r["traced_flush_seconds"], 1),
+            number(r["trace_bytes_per_step"], 0),
+        ]
+        for r in report["results"]
+    ]
+    head = (
+        "ms/step without, ms/step with, cost %, 95 % interval, deviation of a round, "
+        "flush without ms, flush with ms, bytes/step"
+    )
+    rounds = {"rounds": sum(len(r["rounds"]) for r in report["results"])}
+    ground = measured({**report, **rounds})
+    return "\n".join(["## Recording a trace\n", ground, table(head.split(", "), rows)])
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "throughput_*.json": throughput,
     "convergence*.json": convergence,
+    "scaling.json": scaling,
     "memory.json": memory,
     "buckets.json": buckets,
     "kernels_cpu.json": kernels,
     "overhead.json": overhead,
+    "trace_cost.json": trace_cost,
 }
 
 

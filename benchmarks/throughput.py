@@ -31,6 +31,7 @@ import models
 import plots
 from measured_on import measured_on
 from methods import METHODS
+from probes import METHODS_AND_PROBES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -65,7 +66,11 @@ class Result:
 
 
 class Contestant:
-    """One method's ranks, which run when they are told to and are stopped otherwise."""
+    """One method's ranks, which run when they are told to and are stopped otherwise.
+
+    Attributes:
+        step_seconds: how long each step of the last turn took, by rank.
+    """
 
     def __init__(self, name: str, connections: Sequence[Connection], greetings: Sequence[dict[str, Any]]):
         self.name = name
@@ -76,6 +81,7 @@ class Contestant:
         self.units = 1
         self.unit = 1
         self.settings: tuple[int, int] | None = None
+        self.step_seconds: list[list[float]] = []
         self._signal(signal.SIGSTOP)
 
     @property
@@ -95,6 +101,7 @@ class Contestant:
         reports = [connection.recv() for connection in self._connections]
         self._signal(signal.SIGSTOP)
         self.unit, self.settings = reports[0]["unit"], reports[0]["settings"]
+        self.step_seconds = [report["step_seconds"] for report in reports]
         return {
             "seconds": max(report["seconds"] for report in reports),
             "cpu_seconds": statistics.mean(report["cpu_seconds"] for report in reports),
@@ -116,9 +123,15 @@ class Contestant:
 
 @contextmanager
 def contestants(
-    cluster: VirtualCluster, model: str, methods: Sequence[str], k: int, d: int, log: Any
+    cluster: VirtualCluster,
+    model: str,
+    methods: Sequence[str],
+    k: int,
+    d: int,
+    log: Any,
+    mpirun_options: Sequence[str] = MPIRUN_OPTIONS,
 ) -> Iterator[list[Contestant]]:
-    """Start all methods on the hosts."""
+    """Start all methods, or probes, on the hosts."""
     environment = {"OMP_NUM_THREADS": "1"}
     started: list[Contestant] = []
     launchers: list[subprocess.Popen[bytes]] = []
@@ -128,12 +141,12 @@ def contestants(
             try:
                 for index, name in enumerate(methods):
                     key, *own_period = name.split(":")
-                    method = METHODS[key]
+                    method = METHODS_AND_PROBES[key]
                     period = own_period or [str(k), str(d)]
                     choice = ["--delay-steps", period[0], "--overlap-steps", period[1]]
                     worker = [str(WORKER), "--socket", socket, "--model", model, "--method", key, *choice]
                     if method.launcher == "mpirun":
-                        worker, options = [sys.executable, *worker], list(MPIRUN_OPTIONS)
+                        worker, options = [sys.executable, *worker], list(mpirun_options)
                     else:
                         options = ["--master-port", str(FIRST_PORT + index)]
                     own = cluster.start(worker, method.launcher, environment, options, log)
@@ -182,16 +195,24 @@ def measure(
     """All methods with one model at one rate."""
     k, d = SETTINGS_BY_RATE.get(cluster.rate, (16, 8))
     with contestants(cluster, model, methods, k, d, log) as field_:
-        for contestant in field_:
-            contestant.prepare(turn_seconds)
         turns: dict[str, list[dict[str, float]]] = {contestant.name: [] for contestant in field_}
-        for round_ in range(rounds):
-            shift = round_ % len(field_)
-            for contestant in field_[shift:] + field_[:shift]:
-                turns[contestant.name].append(_take_turn(cluster, contestant))
+        for contestant, turn in take_turns(cluster, field_, rounds, turn_seconds):
+            turns[contestant.name].append(turn)
         results = [_summarise(cluster, model, contestant, turns[contestant.name]) for contestant in field_]
     _compare(results)
     return results
+
+
+def take_turns(
+    cluster: VirtualCluster, field_: Sequence[Contestant], rounds: int, turn_seconds: float
+) -> Iterator[tuple[Contestant, dict[str, float]]]:
+    """Prepare all; then, in every round and from another one on each time, what each did in its turn."""
+    for contestant in field_:
+        contestant.prepare(turn_seconds)
+    for round_ in range(rounds):
+        shift = round_ % len(field_)
+        for contestant in [*field_[shift:], *field_[:shift]]:
+            yield contestant, _take_turn(cluster, contestant)
 
 
 def _take_turn(cluster: VirtualCluster, contestant: Contestant) -> dict[str, float]:

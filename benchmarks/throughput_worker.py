@@ -1,4 +1,7 @@
-"""One rank of one method: trains when the benchmark says so, and reports. Started by throughput.py."""
+"""One rank of one method: trains when the benchmark says so, and reports.
+
+Started by throughput.py and scaling.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from typing import Any
 
 import models
 import torch
-from methods import METHODS, Choice, Method, Trainer
+from methods import Choice, Method, Trainer
+from probes import METHODS_AND_PROBES
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", required=True, help="where the benchmark listens")
     parser.add_argument("--model", choices=models.MODELS, required=True)
-    parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--method", choices=METHODS_AND_PROBES, required=True)
     parser.add_argument("--delay-steps", type=int, required=True)
     parser.add_argument("--overlap-steps", type=int, required=True)
     return parser.parse_args()
@@ -52,13 +56,14 @@ def serve(connection: Connection, trainer: Trainer) -> None:
             report: dict[str, Any] = timed(trainer.prepare)
         else:
             report = timed(partial(trainer.run, units))
-        connection.send({**report, "unit": trainer.steps_per_unit, "settings": trainer.settings})
+        schedule = {"unit": trainer.steps_per_unit, "settings": trainer.settings}
+        connection.send({**report, **schedule, "step_seconds": trainer.step_seconds})
 
 
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    method = METHODS[arguments.method]
+    method = METHODS_AND_PROBES[arguments.method]
     rank = start_engine(method)
     problem = models.make(arguments.model, rank)
     trainer = method.build(problem, Choice(arguments.delay_steps, arguments.overlap_steps))

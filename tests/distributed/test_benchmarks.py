@@ -93,3 +93,31 @@ def test_memory(tmp_path: Path) -> None:
     assert list(measured) == ["torch", "horovod", "ssd d=0", "ssd d>0"]
     # Global weights, accumulator and momentum; then what is in flight and two snapshots.
     assert measured["ssd d>0"] > measured["ssd d=0"] > measured["torch"] >= 12.0
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    picture = tmp_path / "images" / "scaling.png"
+    arguments = ["--hosts", "2", "--rounds", "1", "--turn-seconds", "0.1", "--plot", str(picture)]
+    report = run("scaling.py", tmp_path / "scaling.json", *arguments)
+    rows = [(row["method"], row["k"], row["d"], row["ranks"]) for row in report["results"]]
+    assert rows == [("horovod", None, None, 2), *[("ssd", k, d, 2) for k, d in ((16, 8), (4, 2), (8, 4))]]
+    assert [row["calibrated"] for row in report["results"]] == [False, True, True, False]
+    assert all(row["measured_seconds"] > 0 and row["predicted_seconds"] > 0 for row in report["results"])
+    (fitted,) = report["parameters"]
+    assert set(fitted["engines"]) == {"horovod", "torch"}
+    # Not faster than the line, beyond what its token bucket lets through at once.
+    assert all(5e6 < engine["bandwidth"] < 150e6 for engine in fitted["engines"].values())
+    assert max(row["ranks"] for row in report["predictions"]) == 1024
+    assert picture.stat().st_size > 0
+
+
+def test_trace_cost(tmp_path: Path) -> None:
+    (row,) = run("trace_cost.py", tmp_path / "trace_cost.json", "--rounds", "2")["results"]
+    assert row["traced_seconds_per_step"] > 0
+    assert row["untraced_seconds_per_step"] > 0
+    assert row["cost_low"] <= row["cost"] <= row["cost_high"]
+    assert len(row["rounds"]) == 2
+    # A dozen events a step, each of which has a name and a duration.
+    assert row["trace_bytes_per_step"] > 500
