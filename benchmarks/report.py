@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the JSON files that the benchmarks wrote. No figure is typed by hand.
+"""Writes docs/benchmarks.md and its plots from what the benchmarks wrote. No figure is typed by hand.
 
     python benchmarks/report.py
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import plots
 from scaling_report import scaling
 from tables import measured, number, percent, table
 
@@ -24,9 +25,11 @@ Written by `python benchmarks/report.py` from JSON files in this folder, which t
 """
 
 
-def throughput(report: dict[str, Any]) -> str:
+def throughput(report: dict[str, Any], images: Path) -> str:
     rates = ", ".join(dict.fromkeys(r["rate"] for r in report["results"]))
-    parts = [f"## Throughput at {rates}\n", measured(report)]
+    image = images / f"throughput_{rates.replace(', ', '_')}.png"
+    plots.throughput(report["results"], image)
+    parts = [f"## Throughput at {rates}\n", measured(report), picture("Share of compute by method", image)]
     for model, rate in dict.fromkeys((r["model"], r["rate"]) for r in report["results"]):
         chosen = [r for r in report["results"] if (r["model"], r["rate"]) == (model, rate)]
         rows = [
@@ -51,28 +54,63 @@ def throughput(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def convergence(report: dict[str, Any]) -> str:
-    parts = [f"## Accuracy with {report['optimizer']}\n", measured(report)]
+def convergence(report: dict[str, Any], images: Path) -> str:
+    title = "Accuracy and time to accuracy" if "seconds_at" in report else "Accuracy"
+    parts = [f"## {title}: {report['optimizer']}, {report['dataset']}\n", measured(report)]
     for shards in dict.fromkeys(row["shards"] for row in report["summary"]):
         chosen = [row for row in report["summary"] if row["shards"] == shards]
-        rows = [
-            [
-                row["method"],
-                row["rule"] or "",
-                str(row["k"]),
-                str(row["d"]),
-                str(row["seeds"]),
-                number(100 * row["test_accuracy"], 2),
-                percent(row["deviation"]),
-                percent(row["paired_difference"]),
-                percent(row["deviation_of_difference"]),
-                number(row["train_loss"], 4),
-            ]
-            for row in chosen
-        ]
-        head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, loss"
-        parts += [f"### {shards} shards\n", table(head.split(", "), rows)]
+        name = f"{report['optimizer']}_{report['dataset']}_{shards}.png"
+        parts += [f"### {shards} shards\n", accuracies(chosen)]
+        if len({row["k"] for row in chosen if row["method"] == "ssd"}) > 1:
+            plots.accuracy(chosen, shards, images / f"accuracy_{name}")
+            parts.append(picture("Test accuracy by period", images / f"accuracy_{name}"))
+        if any(row["seconds_to_target"] is not None for row in chosen):
+            plots.time_to_accuracy(chosen, images / f"time_to_accuracy_{name}")
+            parts += [times(chosen, report), picture("Time to accuracy", images / f"time_to_accuracy_{name}")]
     return "\n".join(parts)
+
+
+def accuracies(summary: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            *method_and_period(row),
+            str(row["seeds"]),
+            number(100 * row["test_accuracy"], 2),
+            percent(row["deviation"]),
+            percent(row["paired_difference"]),
+            percent(row["deviation_of_difference"]),
+            number(row["train_loss"], 4),
+            number(row["steps_to_target"], 0),
+        ]
+        for row in summary
+    ]
+    head = "method, rule, k, d, seeds, accuracy %, deviation, difference to Horovod, its deviation, loss"
+    return table([*head.split(", "), "steps to target"], rows)
+
+
+def times(summary: Sequence[dict[str, Any]], report: dict[str, Any]) -> str:
+    timed = [row for row in summary if row["seconds_to_target"] is not None]
+    plain = [row["seconds_to_target"] for row in timed if row["method"] == "horovod"]
+    rows = [
+        [
+            *method_and_period(row),
+            number(row["steps_to_target"], 0),
+            number(row["seconds_to_target"], 2),
+            number(row["seconds_to_target"] / plain[0], 2) if plain else "",
+        ]
+        for row in sorted(timed, key=lambda row: row["seconds_to_target"])
+    ]
+    head = ["method", "rule", "k", "d", "steps to target", "seconds to target", "of plain Horovod's"]
+    target = f"{100 * report['target_accuracy']:g} %, with steps as long as at {report['seconds_at']}"
+    return f"Time to {target}:\n\n{table(head, rows)}"
+
+
+def method_and_period(row: dict[str, Any]) -> list[str]:
+    return [row["method"], row["rule"] or "", str(row["k"]), str(row["d"])]
+
+
+def picture(what: str, image: Path) -> str:
+    return f"![{what}](images/{image.name})\n"
 
 
 def buckets(report: dict[str, Any]) -> str:
@@ -151,15 +189,23 @@ def trace_cost(report: dict[str, Any]) -> str:
     return "\n".join(["## Recording a trace\n", ground, table(head.split(", "), rows)])
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+Section: TypeAlias = Callable[[dict[str, Any], Path], str]
+"""Writes a section from a file's content, and its pictures into a folder."""
+
+
+def without_pictures(section: Callable[[dict[str, Any]], str]) -> Section:
+    return lambda report, images: section(report)
+
+
+SECTIONS: dict[str, Section] = {
     "throughput_*.json": throughput,
     "convergence*.json": convergence,
     "scaling.json": scaling,
-    "memory.json": memory,
-    "buckets.json": buckets,
-    "kernels_cpu.json": kernels,
-    "overhead.json": overhead,
-    "trace_cost.json": trace_cost,
+    "memory.json": without_pictures(memory),
+    "buckets.json": without_pictures(buckets),
+    "kernels_cpu.json": without_pictures(kernels),
+    "overhead.json": without_pictures(overhead),
+    "trace_cost.json": without_pictures(trace_cost),
 }
 
 
@@ -169,7 +215,8 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     parts = [INTRODUCTION]
     for pattern, section in SECTIONS.items():
-        parts += [section(json.loads(path.read_text())) for path in sorted(folder.glob(pattern))]
+        reports = [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+        parts += [section(report, folder / "images") for report in reports]
     (folder / "benchmarks.md").write_text("\n".join(parts))
 
 

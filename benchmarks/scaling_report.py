@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from scaling_model import expected_maximum
@@ -12,12 +13,12 @@ FEWEST_PREDICTED = 8
 """Fewer ranks are among those that were measured, or next to them."""
 
 
-def scaling(report: dict[str, Any]) -> str:
+def scaling(report: dict[str, Any], images: Path) -> str:
     left_out = ("parameters", "predictions", "measurements", "plot")
     ground = measured({key: report[key] for key in report if key not in left_out})
     parts = ["## More ranks than there are: predicted and measured\n", ground]
     if report["plot"] is not None:
-        parts.append(f"![Milliseconds a step over ranks](images/{report['plot']})\n")
+        parts.append(f"![Milliseconds a step over ranks]({images.name}/{report['plot']})\n")
     for fitted in report["parameters"]:
         rate = fitted["rate"]
         of_rate = {
