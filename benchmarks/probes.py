@@ -1,4 +1,4 @@
-"""Allreduces with nothing to compute beside them, which show what an engine's transfer costs by itself."""
+"""What an engine costs: allreduces with nothing to compute beside them, and computation beside it idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import torch
-from methods import METHODS, Choice, Method, Trainer
+from methods import METHODS, Choice, Method, Trainer, compute
 from models import Problem
 from torch import Tensor
 
@@ -52,8 +52,11 @@ def reduce_with_torch(problem: Problem, choice: Choice) -> Trainer:
     return Reducing(problem, torch.distributed.all_reduce)
 
 
-PROBES: dict[str, Method] = {
+ALLREDUCES: dict[str, Method] = {
     "allreduce@horovod": Method("mpirun", reduce_with_horovod, "horovod"),
     "allreduce@torch": Method("torchrun", reduce_with_torch, "torch"),
 }
+# Its background thread asks all ranks in every cycle what there is to reduce, and polls for their answers.
+COMPUTE_BESIDE_HOROVOD = "compute@horovod"
+PROBES = {COMPUTE_BESIDE_HOROVOD: Method("mpirun", compute, "horovod"), **ALLREDUCES}
 METHODS_AND_PROBES = {**METHODS, **PROBES}

@@ -115,23 +115,26 @@ def step_of(record: Record) -> Step:
     )
 
 
+def hosts_of(record: Record, stretch: float) -> Hosts:
+    return Hosts(record.median("seconds_per_step"), jitter(record.step_seconds), stretch)
+
+
 def summarise(records: Iterable[Record], ranks: int) -> Measurement:
     by_key: dict[str, list[Record]] = {}
     for record in records:
         by_key.setdefault(record.contestant.key, []).append(record)
-    (computing,) = by_key["compute"]
-    hosts = Hosts(
-        compute=computing.median("seconds_per_step"),
-        jitter=jitter(computing.step_seconds),
-        stretch=max(1.0, 1.0 / computing.busy_share()),
-    )
+    (computing,), (beside_horovod,) = by_key["compute"], by_key[probes.COMPUTE_BESIDE_HOROVOD]
+    # Beside Horovod a process is busy with polling, and does not tell how far its core is shared.
+    stretch = max(1.0, 1.0 / computing.busy_share())
+    hosts = hosts_of(computing, stretch)
     return Measurement(
         ranks=ranks,
         hosts=hosts,
         payload=BYTES_PER_ELEMENT * computing.contestant.parameters,
-        transfers=[each for probe in probes.PROBES for each in transfers(by_key[probe][0], hosts.stretch)],
+        transfers=[each for probe in probes.ALLREDUCES for each in transfers(by_key[probe][0], stretch)],
         steps=[step_of(record) for key in ("horovod", "ssd") for record in by_key[key]],
         straggling=straggling(computing.step_seconds),
+        hosts_beside_horovod=hosts_of(beside_horovod, stretch),
     )
 
 

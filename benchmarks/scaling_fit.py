@@ -71,6 +71,7 @@ class Measurement:
         hosts: what each rank had to compute with.
         payload: bytes of all gradients.
         straggling: mean over steps of the slowest rank's seconds of computation less the mean rank's.
+        hosts_beside_horovod: ``hosts`` with Horovod idle beside the computation; None where it costs nothing.
     """
 
     ranks: int
@@ -79,6 +80,11 @@ class Measurement:
     transfers: Sequence[Transfer]
     steps: Sequence[Step]
     straggling: float = 0.0
+    hosts_beside_horovod: Hosts | None = None
+
+    def hosts_of(self, method: str) -> Hosts:
+        """What a rank has to compute with under this method."""
+        return (self.hosts_beside_horovod if method == "horovod" else None) or self.hosts
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,8 @@ def compare(
     for measurement in measurements:
         without = held_out.get(measurement.ranks)
         for step in measurement.steps:
-            place = (measurement.hosts, measurement.ranks, measurement.payload, step.method, step.period)
+            hosts = measurement.hosts_of(step.method)
+            place = (hosts, measurement.ranks, measurement.payload, step.method, step.period)
             expected = predict(calibration, *place)
             blind = None if without is None else predict(without, *place)
             yield Comparison(
@@ -261,11 +268,12 @@ def extrapolate(
     counts: Sequence[int],
 ) -> Iterator[Prediction]:
     """The methods of a measurement with other numbers of ranks on such hosts."""
-    hosts, payload = measurement.hosts, measurement.payload
     for step in measurement.steps:
+        place = (step.method, step.period)
+        hosts = measurement.hosts_of(step.method)
         for ranks in counts:
             seconds, *others = (
-                predict(each, hosts, ranks, payload, step.method, step.period)
+                predict(each, hosts, ranks, measurement.payload, *place)
                 for each in (calibration, *held_out.values())
             )
             yield Prediction(
@@ -274,7 +282,7 @@ def extrapolate(
                 d=step.period.overlap_steps if step.period else None,
                 ranks=ranks,
                 seconds=seconds,
-                share_of_compute=hosts.compute / seconds,
+                share_of_compute=measurement.hosts.compute / seconds,
                 least_seconds=min([seconds, *others]),
                 most_seconds=max([seconds, *others]),
             )

@@ -61,6 +61,7 @@ def computation(measurements: Sequence[dict[str, Any]]) -> str:
         [
             str(m["ranks"]),
             number(1e3 * m["hosts"]["compute"], 1),
+            number(1e3 * m["hosts_beside_horovod"]["compute"], 1),
             number(m["hosts"]["stretch"], 2),
             number(1e3 * m["hosts"]["jitter"], 2),
             number(1e3 * m["hosts"]["jitter"] * expected_maximum(m["ranks"]), 2),
@@ -68,7 +69,10 @@ def computation(measurements: Sequence[dict[str, Any]]) -> str:
         ]
         for m in measurements
     ]
-    head = "ranks, compute ms/step, stretch, jitter ms, waiting for the slowest: predicted ms, measured ms"
+    head = (
+        "ranks, compute ms/step, beside idle Horovod ms/step, stretch, jitter ms, "
+        "waiting for the slowest: predicted ms, measured ms"
+    )
     return table(head.split(", "), rows)
 
 

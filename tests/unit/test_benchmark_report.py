@@ -33,6 +33,7 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     method = {"method": "horovod", "k": None, "d": None}
     engine = {"start": 0.002, "latency": 3e-5, "bandwidth": 9e7, "processor_share": 0.5}
     hosts = {"compute": 0.1, "jitter": 0.004, "stretch": 1.5}
+    beside = {**hosts, "compute": 0.11}
     predicted = {"seconds": 0.8, "share_of_compute": 0.125, "least_seconds": 0.79, "most_seconds": 0.82}
     content = {
         "date": "2030-01-02",
@@ -47,7 +48,7 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
         ],
         "results": [{**place, **method, **compared}],
         "predictions": [{**method, **predicted, "rate": "1gbit", "ranks": ranks} for ranks in (4, 8, 1024)],
-        "measurements": [{**place, "hosts": hosts, "straggling": 0.003}],
+        "measurements": [{**place, "hosts": hosts, "hosts_beside_horovod": beside, "straggling": 0.003}],
     }
     (tmp_path / "scaling.json").write_text(json.dumps(content))
     text = report(tmp_path)
@@ -56,7 +57,7 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     assert "| horovod | 2.00 | 30 | 90.0 | 0.50 |" in text
     assert "-10.0 ms a step and +20.0 ms a sync point" in text
     # The expected maximum of three standard normal values is 0.846.
-    assert "| 3 | 100.0 | 1.50 | 4.00 | 3.39 | 3.00 |" in text
+    assert "| 3 | 100.0 | 110.0 | 1.50 | 4.00 | 3.39 | 3.00 |" in text
     assert "| horovod |  |  | 3 | no | 400.0 | 420.0 | +5.0 |  |" in text
     assert "| 8 | 800 (790 to 820), 0.12 |\n| 1,024 | 800 (790 to 820), 0.12 |" in text
     assert "| 4 |" not in text

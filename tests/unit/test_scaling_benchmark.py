@@ -63,6 +63,7 @@ def test_measurement_puts_the_records_where_they_belong() -> None:
     measurement = scaling.summarise(
         [
             record("compute", [[[0.09, 0.11], [0.1, 0.1]]], seconds_per_step=0.1, cpu_seconds=0.05),
+            record("compute@horovod", [[[0.1, 0.14]]], seconds_per_step=0.12, cpu_seconds=0.12),
             record("horovod", [[[0.3]]], seconds_per_step=0.3),
             delayed,
             record("allreduce@horovod", [unit]),
@@ -71,6 +72,9 @@ def test_measurement_puts_the_records_where_they_belong() -> None:
         ranks=2,
     )
     assert (measurement.hosts.compute, measurement.hosts.stretch) == pytest.approx((0.1, 2.0))
+    # The share of a core is the one of plain computation.
+    beside = measurement.hosts_beside_horovod
+    assert (beside.compute, beside.stretch) == pytest.approx((0.12, 2.0))
     assert measurement.payload == 4 * 40960
     steps = [(step.method, step.period, step.seconds) for step in measurement.steps]
     assert steps == [("horovod", None, 0.3), ("ssd", Period(16, 8), 0.12)]

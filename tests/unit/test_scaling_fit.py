@@ -188,3 +188,15 @@ def test_range_of_a_prediction_spans_the_calibrations() -> None:
     (row, *_) = extrapolate(calibration, others, MEASUREMENTS[0], [64])
     assert row.most_seconds - row.seconds == pytest.approx(0.002)
     assert row.seconds - row.least_seconds == pytest.approx(0.0126)
+
+
+def test_plain_horovod_computes_beside_its_own_threads() -> None:
+    slowed = [replace(m, hosts_beside_horovod=replace(m.hosts, compute=0.3)) for m in MEASUREMENTS]
+    before, after = compared(MEASUREMENTS), compared(slowed)
+    computing = [m.hosts.compute for m in MEASUREMENTS for _ in m.steps]
+    for plain, beside, compute in zip(before, after, computing, strict=True):
+        expected = 0.3 - compute if plain.method == "horovod" else 0.0
+        assert beside.predicted_seconds - plain.predicted_seconds == pytest.approx(expected)
+    calibration = calibrate(slowed, FITTED)
+    row = next(extrapolate(calibration, {}, slowed[0], [1]))
+    assert (row.seconds, row.share_of_compute) == pytest.approx((0.3, 1 / 3))
