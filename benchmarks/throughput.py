@@ -311,15 +311,20 @@ def main() -> int:
                     results += new
                     for result in new:
                         report(result)
+                    # Here, so that an interruption loses only what was being measured.
+                    write(arguments, results)
     except ClusterError as error:
         print(f"throughput: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def write(arguments: argparse.Namespace, results: Sequence[Result]) -> None:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(describe(arguments, results), indent=1) + "\n")
     if arguments.plot is not None:
         plots.throughput([asdict(result) for result in results], arguments.plot)
-    return 0
 
 
 def describe(arguments: argparse.Namespace, results: Sequence[Result]) -> dict[str, Any]:
