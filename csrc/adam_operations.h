@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -20,20 +21,22 @@ namespace ssd_allreduce {
 // squares.
 template <typename Backend, std::size_t N, typename MakeRule>
 void apply_local_with_squares(const TensorLists<N>& lists, at::TensorList accumulators,
-                              at::TensorList squares, int64_t accumulation,
+                              at::TensorList squares, int64_t accumulation, const float* gate,
                               const MakeRule& make_rule) {
   if (accumulation == kAdd) {
-    apply<Backend>(append(append(lists, accumulators), squares), [&](auto compute) {
+    const auto make_accumulating = [&](auto compute) {
       using Rule = Accumulating<decltype(make_rule(compute))>;
       return AccumulatingSquare<Rule>{Rule{make_rule(compute)}};
-    });
+    };
+    apply<Backend>(append(append(lists, accumulators), squares), make_accumulating, gate);
   } else if (accumulation == kOverwrite) {
-    apply<Backend>(append(append(lists, accumulators), squares), [&](auto compute) {
+    const auto make_overwriting = [&](auto compute) {
       using Rule = Overwriting<decltype(make_rule(compute))>;
       return OverwritingSquare<Rule>{Rule{make_rule(compute)}};
-    });
+    };
+    apply<Backend>(append(append(lists, accumulators), squares), make_overwriting, gate);
   } else {
-    apply<Backend>(lists, make_rule);
+    apply<Backend>(lists, make_rule, gate);
   }
 }
 
@@ -75,7 +78,7 @@ void local_adam_(at::TensorList weights, at::TensorList gradients, at::TensorLis
                  at::TensorList seconds, at::TensorList accumulators, at::TensorList squares,
                  double lr, double beta1, double beta2, double eps, double weight_decay,
                  bool decoupled, bool maximize, double gradient_scale, int64_t step,
-                 int64_t accumulation) {
+                 int64_t accumulation, const std::optional<at::Tensor>& found_inf) {
   check_accumulation("local_adam_", accumulation);
   check_step("local_adam_", step, 1);
   const ListChecker lists("local_adam_", Backend::kDevice, "weights", weights);
@@ -87,7 +90,7 @@ void local_adam_(at::TensorList weights, at::TensorList gradients, at::TensorLis
   const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled};
   apply_local_with_squares<Backend>(
       TensorLists<4>{weights, gradients, firsts, seconds}, accumulators, squares, accumulation,
-      [&](auto compute) {
+      lists.gate(found_inf), [&](auto compute) {
         using C = decltype(compute);
         return LocalAdam<C>{options.at_step<C>(step),
                             static_cast<C>(maximize ? -gradient_scale : gradient_scale)};

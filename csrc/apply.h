@@ -2,8 +2,9 @@
 //
 // A backend is a struct with a device type and
 //   template <typename T, typename Rule>
-//   static void run(const Rule& rule, const std::vector<Item<N>>& items);
-// which applies the rule to every element of every item, T being the parameters' dtype.
+//   static void run(const Rule& rule, const std::vector<Item<N>>& items, const float* gate);
+// which applies the rule to every element of every item, T being the parameters' dtype, or changes
+// nothing where there is a gate and the number there, in the device's memory, is not 0.
 
 #pragma once
 
@@ -39,7 +40,7 @@ using TensorLists = std::array<at::TensorList, N>;
 
 template <typename Rule, std::size_t N>
 std::vector<Item<N>> collect_items(const TensorLists<N>& lists, at::ScalarType parameter_type,
-                                   ReorderedCopies& copies) {
+                                   bool is_gated, ReorderedCopies& copies) {
   const at::TensorList leading = lists[0];
   std::vector<Item<N>> items;
   items.reserve(leading.size());
@@ -51,8 +52,9 @@ std::vector<Item<N>> collect_items(const TensorLists<N>& lists, at::ScalarType p
     Item<N> item{{}, leader.numel(), leader.device().index()};
     for (std::size_t s = 0; s < N; ++s) {
       const Stream& stream = Rule::kStreams[s];
-      item.data[s] =
-          copies.data_in_order_of(leader, lists[s][i], stream.is_read, stream.is_written);
+      // What a closed gate leaves in a copy is written back.
+      item.data[s] = copies.data_in_order_of(leader, lists[s][i], stream.is_read || is_gated,
+                                             stream.is_written);
     }
     items.push_back(item);
   }
@@ -60,30 +62,31 @@ std::vector<Item<N>> collect_items(const TensorLists<N>& lists, at::ScalarType p
 }
 
 template <typename Backend, typename T, std::size_t N, typename MakeRule>
-void apply_to_type(const TensorLists<N>& lists, const MakeRule& make_rule) {
+void apply_to_type(const TensorLists<N>& lists, const MakeRule& make_rule, const float* gate) {
   const auto rule = make_rule(ComputeType<T>{});
   using Rule = std::decay_t<decltype(rule)>;
   static_assert(Rule::kStreams.size() == N, "one list for each stream of the rule");
 
   ReorderedCopies copies;
-  const auto items = collect_items<Rule>(lists, c10::CppTypeToScalarType<T>::value, copies);
+  const auto items =
+      collect_items<Rule>(lists, c10::CppTypeToScalarType<T>::value, gate != nullptr, copies);
   if (items.empty()) {
     return;
   }
-  Backend::template run<T>(rule, items);
+  Backend::template run<T>(rule, items, gate);
   copies.write_back();
 }
 
 // Applies a rule to lists in the order of its streams. make_rule(C{}) makes it for the compute type
 // C; the lists may hold parameters of several dtypes.
 template <typename Backend, std::size_t N, typename MakeRule>
-void apply(const TensorLists<N>& lists, const MakeRule& make_rule) {
+void apply(const TensorLists<N>& lists, const MakeRule& make_rule, const float* gate = nullptr) {
   // Reordering copies must neither be recorded by autograd nor refused on parameters.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  apply_to_type<Backend, float>(lists, make_rule);
-  apply_to_type<Backend, double>(lists, make_rule);
-  apply_to_type<Backend, at::Half>(lists, make_rule);
-  apply_to_type<Backend, at::BFloat16>(lists, make_rule);
+  apply_to_type<Backend, float>(lists, make_rule, gate);
+  apply_to_type<Backend, double>(lists, make_rule, gate);
+  apply_to_type<Backend, at::Half>(lists, make_rule, gate);
+  apply_to_type<Backend, at::BFloat16>(lists, make_rule, gate);
 
   using Rule = decltype(make_rule(float{}));
   for (std::size_t s = 0; s < N; ++s) {
@@ -111,30 +114,32 @@ TensorLists<N + 1> append(const TensorLists<N>& lists, at::TensorList last) {
 
 template <typename Backend, std::size_t N, typename MakeRule>
 void apply_accumulating(const TensorLists<N>& lists, at::TensorList accumulators,
-                        const MakeRule& make_rule) {
-  apply<Backend>(append(lists, accumulators), [&](auto compute) {
+                        const MakeRule& make_rule, const float* gate) {
+  const auto make_accumulating = [&](auto compute) {
     return Accumulating<decltype(make_rule(compute))>{make_rule(compute)};
-  });
+  };
+  apply<Backend>(append(lists, accumulators), make_accumulating, gate);
 }
 
 template <typename Backend, std::size_t N, typename MakeRule>
 void apply_overwriting(const TensorLists<N>& lists, at::TensorList accumulators,
-                       const MakeRule& make_rule) {
-  apply<Backend>(append(lists, accumulators), [&](auto compute) {
+                       const MakeRule& make_rule, const float* gate) {
+  const auto make_overwriting = [&](auto compute) {
     return Overwriting<decltype(make_rule(compute))>{make_rule(compute)};
-  });
+  };
+  apply<Backend>(append(lists, accumulators), make_overwriting, gate);
 }
 
 // Applies a local rule together with what is to become of the accumulators.
 template <typename Backend, std::size_t N, typename MakeRule>
 void apply_local(const TensorLists<N>& lists, at::TensorList accumulators, int64_t accumulation,
-                 const MakeRule& make_rule) {
+                 const float* gate, const MakeRule& make_rule) {
   if (accumulation == kAdd) {
-    apply_accumulating<Backend>(lists, accumulators, make_rule);
+    apply_accumulating<Backend>(lists, accumulators, make_rule, gate);
   } else if (accumulation == kOverwrite) {
-    apply_overwriting<Backend>(lists, accumulators, make_rule);
+    apply_overwriting<Backend>(lists, accumulators, make_rule, gate);
   } else {
-    apply<Backend>(lists, make_rule);
+    apply<Backend>(lists, make_rule, gate);
   }
 }
 

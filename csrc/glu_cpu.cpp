@@ -135,7 +135,10 @@ struct CpuBackend {
   static constexpr at::DeviceType kDevice = at::kCPU;
 
   template <typename T, typename Rule, std::size_t N>
-  static void run(const Rule& rule, const std::vector<Item<N>>& items) {
+  static void run(const Rule& rule, const std::vector<Item<N>>& items, const float* gate) {
+    if (gate != nullptr && *gate != 0) {
+      return;
+    }
     const auto apply_rule = apply_rule_for_this_processor<T, Rule>();
     parallel_over_elements(items, [&](int64_t index, int64_t begin, int64_t count) {
       apply_rule(rule, items[index].data.data(), begin, count);

@@ -43,19 +43,22 @@ struct Batch {
   static constexpr std::size_t kItemBytes =
       sizeof(void*) * kStreamCount + sizeof(int64_t) + sizeof(int32_t) + sizeof(int8_t);
   // 16 bytes for the count and for padding.
-  static constexpr int kCapacity =
-      static_cast<int>((kArgumentBytes - sizeof(Rule) - 16 - alignof(Rule)) / kItemBytes);
+  static constexpr int kCapacity = static_cast<int>(
+      (kArgumentBytes - sizeof(Rule) - sizeof(const float*) - 16 - alignof(Rule)) / kItemBytes);
 
   Rule rule;
+  const float* gate;  // keeps everything as it is where the number there is not 0; may be nullptr
   int32_t count = 0;
   int32_t tile_ends[kCapacity];  // number of tiles of this and all earlier items
   int64_t numels[kCapacity];
   void* data[kCapacity][kStreamCount];
   int8_t heads[kCapacity];  // elements before the first line of all streams, or kUnaligned
 
-  explicit Batch(const Rule& rule_on_device) : rule(rule_on_device) {}
+  Batch(const Rule& rule_on_device, const float* gate_on_device)
+      : rule(rule_on_device), gate(gate_on_device) {}
 
   bool empty() const { return count == 0; }
+  __device__ __forceinline__ bool is_closed() const { return gate != nullptr && *gate != 0; }
   int32_t tiles() const { return count == 0 ? 0 : tile_ends[count - 1]; }
 
   // Whether another item of so many tiles fits.
@@ -152,6 +155,9 @@ __device__ __forceinline__ void apply_to_one(const Rule& rule, void* const* data
 
 template <typename T, typename Rule>
 __global__ void __launch_bounds__(kThreads, 2) apply_rule(const Batch<T, Rule> batch) {
+  if (batch.is_closed()) {
+    return;
+  }
   constexpr int kTile = Shape<T, Rule>::kTile;
   const int32_t block = static_cast<int32_t>(blockIdx.x);
   const int item = batch.find_item(block);
@@ -270,24 +276,25 @@ struct CudaBackend {
   static constexpr at::DeviceType kDevice = at::kCUDA;
 
   template <typename T, typename Rule, std::size_t N>
-  static void run(const Rule& rule, const std::vector<Item<N>>& items) {
+  static void run(const Rule& rule, const std::vector<Item<N>>& items, const float* gate) {
     for (auto first = items.begin(); first != items.end();) {
       const auto last = std::find_if(first, items.end(), [&](const Item<N>& item) {
         return item.device_index != first->device_index;
       });
-      run_on_one_device<T>(rule, first, last);
+      run_on_one_device<T>(rule, first, last, gate);
       first = last;
     }
   }
 
  private:
   template <typename T, typename Rule, typename Iterator>
-  static void run_on_one_device(const Rule& rule, Iterator first, Iterator last) {
+  static void run_on_one_device(const Rule& rule, Iterator first, Iterator last,
+                                const float* gate) {
     constexpr int64_t kTile = Shape<T, Rule>::kTile;
     const c10::cuda::CUDAGuard guard(first->device_index);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const RuleOnDevice<Rule> on_device(rule, stream);
-    Batch<T, Rule> batch(on_device.rule());
+    Batch<T, Rule> batch(on_device.rule(), gate);
     for (auto item = first; item != last; ++item) {
       const int8_t head = find_head<T, Rule>(*item);
       const int64_t in_tiles = item->numel - std::max<int64_t>(head, 0);

@@ -12,26 +12,30 @@
 namespace ssd_allreduce {
 
 template <typename Backend>
-void accumulate_(at::TensorList accumulators, at::TensorList gradients, bool overwrite) {
+void accumulate_(at::TensorList accumulators, at::TensorList gradients, bool overwrite,
+                 const std::optional<at::Tensor>& found_inf) {
   const ListChecker lists("accumulate_", Backend::kDevice, "gradients", gradients);
   lists.state("accumulators", accumulators);
+  const float* gate = lists.gate(found_inf);
   const auto make_rule = [](auto) { return OnlyGradient{}; };
   if (overwrite) {
-    apply_overwriting<Backend>(TensorLists<1>{gradients}, accumulators, make_rule);
+    apply_overwriting<Backend>(TensorLists<1>{gradients}, accumulators, make_rule, gate);
   } else {
-    apply_accumulating<Backend>(TensorLists<1>{gradients}, accumulators, make_rule);
+    apply_accumulating<Backend>(TensorLists<1>{gradients}, accumulators, make_rule, gate);
   }
 }
 
 template <typename Backend>
-void accumulate_squares_(at::TensorList squares, at::TensorList gradients, bool overwrite) {
+void accumulate_squares_(at::TensorList squares, at::TensorList gradients, bool overwrite,
+                         const std::optional<at::Tensor>& found_inf) {
   const ListChecker lists("accumulate_squares_", Backend::kDevice, "gradients", gradients);
   lists.state("squares", squares);
+  const float* gate = lists.gate(found_inf);
   const TensorLists<2> both{gradients, squares};
   if (overwrite) {
-    apply<Backend>(both, [](auto) { return OverwritingSquare<OnlyGradient>{}; });
+    apply<Backend>(both, [](auto) { return OverwritingSquare<OnlyGradient>{}; }, gate);
   } else {
-    apply<Backend>(both, [](auto) { return AccumulatingSquare<OnlyGradient>{}; });
+    apply<Backend>(both, [](auto) { return AccumulatingSquare<OnlyGradient>{}; }, gate);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -20,35 +21,37 @@ template <typename Backend>
 void local_momentum_(at::TensorList weights, at::TensorList gradients, at::TensorList momenta,
                      at::TensorList accumulators, double lr, double momentum, double dampening,
                      double weight_decay, bool nesterov, bool maximize, double gradient_scale,
-                     int64_t accumulation) {
+                     int64_t accumulation, const std::optional<at::Tensor>& found_inf) {
   check_accumulation("local_momentum_", accumulation);
   const ListChecker lists("local_momentum_", Backend::kDevice, "weights", weights);
   lists.parameters("gradients", gradients);
   lists.state("momenta", momenta);
   lists.state_if(accumulation != kNoAccumulation, "accumulators", accumulators);
-  apply_local<Backend>(
-      TensorLists<3>{weights, gradients, momenta}, accumulators, accumulation, [&](auto compute) {
-        using C = decltype(compute);
-        return LocalMomentum<C>{static_cast<C>(lr),
-                                static_cast<C>(momentum),
-                                static_cast<C>(1 - dampening),
-                                static_cast<C>(maximize ? -gradient_scale : gradient_scale),
-                                static_cast<C>(weight_decay),
-                                nesterov};
-      });
+  apply_local<Backend>(TensorLists<3>{weights, gradients, momenta}, accumulators, accumulation,
+                       lists.gate(found_inf), [&](auto compute) {
+                         using C = decltype(compute);
+                         return LocalMomentum<C>{
+                             static_cast<C>(lr),
+                             static_cast<C>(momentum),
+                             static_cast<C>(1 - dampening),
+                             static_cast<C>(maximize ? -gradient_scale : gradient_scale),
+                             static_cast<C>(weight_decay),
+                             nesterov};
+                       });
 }
 
 template <typename Backend>
 void local_corrected_(at::TensorList weights, at::TensorList gradients, at::TensorList corrections,
                       at::TensorList accumulators, double step_size, double gradient_weight,
-                      double correction_weight, double weight_decay, int64_t accumulation) {
+                      double correction_weight, double weight_decay, int64_t accumulation,
+                      const std::optional<at::Tensor>& found_inf) {
   check_accumulation("local_corrected_", accumulation);
   const ListChecker lists("local_corrected_", Backend::kDevice, "weights", weights);
   lists.parameters("gradients", gradients);
   lists.state("corrections", corrections);
   lists.state_if(accumulation != kNoAccumulation, "accumulators", accumulators);
   apply_local<Backend>(TensorLists<3>{weights, gradients, corrections}, accumulators, accumulation,
-                       [&](auto compute) {
+                       lists.gate(found_inf), [&](auto compute) {
                          using C = decltype(compute);
                          return LocalCorrected<C>{
                              static_cast<C>(step_size), static_cast<C>(gradient_weight),
@@ -59,17 +62,18 @@ void local_corrected_(at::TensorList weights, at::TensorList gradients, at::Tens
 template <typename Backend>
 void local_plain_(at::TensorList weights, at::TensorList gradients, at::TensorList accumulators,
                   double step_size, double gradient_weight, double weight_decay,
-                  int64_t accumulation) {
+                  int64_t accumulation, const std::optional<at::Tensor>& found_inf) {
   check_accumulation("local_plain_", accumulation);
   const ListChecker lists("local_plain_", Backend::kDevice, "weights", weights);
   lists.parameters("gradients", gradients);
   lists.state_if(accumulation != kNoAccumulation, "accumulators", accumulators);
-  apply_local<Backend>(
-      TensorLists<2>{weights, gradients}, accumulators, accumulation, [&](auto compute) {
-        using C = decltype(compute);
-        return LocalPlain<C>{static_cast<C>(step_size), static_cast<C>(gradient_weight),
-                             static_cast<C>(weight_decay)};
-      });
+  apply_local<Backend>(TensorLists<2>{weights, gradients}, accumulators, accumulation,
+                       lists.gate(found_inf), [&](auto compute) {
+                         using C = decltype(compute);
+                         return LocalPlain<C>{static_cast<C>(step_size),
+                                              static_cast<C>(gradient_weight),
+                                              static_cast<C>(weight_decay)};
+                       });
 }
 
 // The options of one replayed SGD, as the user gave them.

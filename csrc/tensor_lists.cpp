@@ -84,6 +84,22 @@ void ListChecker::state_if(bool needed, const char* name, at::TensorList tensors
   }
 }
 
+const float* ListChecker::gate(const std::optional<at::Tensor>& found_inf) const {
+  if (!found_inf.has_value()) {
+    return nullptr;
+  }
+  TORCH_CHECK_VALUE(found_inf->scalar_type() == at::kFloat && found_inf->numel() == 1,
+                    "ssd_allreduce::", operation_, ": found_inf has dtype ",
+                    dtype_name(found_inf->scalar_type()), " and ", found_inf->numel(),
+                    " elements; it must be one float32");
+  for (int64_t i = 0; i < static_cast<int64_t>(leading_.size()); ++i) {
+    TORCH_CHECK_VALUE(found_inf->device() == leading_[i].device(), "ssd_allreduce::", operation_,
+                      ": found_inf is on ", found_inf->device(), ", ", leading_name_, "[", i,
+                      "] is on ", leading_[i].device(), "; they must be on the same device");
+  }
+  return found_inf->const_data_ptr<float>();
+}
+
 void ListChecker::compare(const char* name, at::TensorList tensors, bool is_parameter) const {
   TORCH_CHECK_VALUE(tensors.size() == leading_.size(), "ssd_allreduce::", operation_, ": ", name,
                     " has ", tensors.size(), " tensors, ", leading_name_, " has ", leading_.size(),

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 namespace ssd_allreduce {
@@ -20,6 +21,9 @@ class ListChecker {
   // The same for lists that may be empty where they are not needed.
   void parameters_if(bool needed, const char* name, at::TensorList tensors) const;
   void state_if(bool needed, const char* name, at::TensorList tensors) const;
+  // The number that keeps the operation from changing anything where it is not 0, in the memory of
+  // the tensors' device; nullptr where there is none.
+  const float* gate(const std::optional<at::Tensor>& found_inf) const;
 
  private:
   void compare(const char* name, at::TensorList tensors, bool is_parameter) const;

@@ -68,13 +68,20 @@ class Accumulators:
         if self.current.squares is not None:
             ops.accumulate_squares_([self.current.squares[index]], [gradient], overwrite=self.empty)
 
-    def add_squares(self, gradients: Sequence[Tensor], except_for: Collection[int]) -> None:
+    def begin_with_zeros(self) -> None:
+        """Make the sums of a period without any gradient so far zeros, to which one may be added."""
+        torch._foreach_zero_(self.current.tensors)
+        self.empty = False
+
+    def add_squares(
+        self, gradients: Sequence[Tensor], except_for: Collection[int], found_inf: Tensor | None = None
+    ) -> None:
         """Add the squares of gradients whose sums a local step has updated, where squares are kept."""
         squares = self.current.squares
         if squares is not None:
             chosen = [index for index in range(len(gradients)) if index not in except_for]
             ops.accumulate_squares_(
-                [squares[i] for i in chosen], [gradients[i] for i in chosen], overwrite=self.empty
+                [squares[i] for i in chosen], [gradients[i] for i in chosen], self.empty, found_inf
             )
 
     def depart(self) -> None:

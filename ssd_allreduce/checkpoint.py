@@ -55,8 +55,8 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
         entry["local"] = {
             "weights": coordinator.local_weights(),
             "rule": coordinator.training.rule.export_state(),
-            "period_steps": list(coordinator.delay.period_steps),
-            "rows_since_sync": list(coordinator.delay.rows_since_sync),
+            "period_steps": coordinator.delay.known_steps(),
+            "rows_since_sync": coordinator.delay.contributed_since_sync(),
             "control": coordinator.training.control.arrived,
             **coordinator.training.reducer.buffers.export_state(),
             **coordinator.training.buffers.export_state(),
@@ -155,7 +155,7 @@ def _restore_own(coordinator: Coordinator, local: dict[str, Any]) -> None:
         return
     torch._foreach_copy_(coordinator.training.parameters.tensors, local["weights"])
     coordinator.delay.period_steps = [(tuple(row), flag) for row, flag in local["period_steps"]]
-    coordinator.delay.rows_since_sync = [tuple(row) for row in local["rows_since_sync"]]
+    coordinator.delay.steps_since_sync = [(tuple(row), True) for row in local["rows_since_sync"]]
     control = local["control"]
     coordinator.training.control.arrived = None if control is None else tuple(control)
     coordinator.training.reducer.buffers.import_state(local)

@@ -43,11 +43,15 @@ class LocalRule(abc.ABC):
     correction = Correction.NONE
     accumulates_squares = False
     """Whether the local step sums the squares of gradients too."""
+    can_be_gated = True
+    """Whether the device alone can keep a local step from changing anything."""
 
     def __init__(self, parameters: Parameters, gradient_scale: float) -> None:
         self.parameters = parameters
         self.gradient_scale = gradient_scale
         self._snapshots: list[Tensor] | None = None
+        self.counted: list[int] = []
+        """Indices of which the host remembers that the last local step was made."""
 
     @property
     def corrections(self) -> list[Tensor] | None:
@@ -73,6 +77,7 @@ class LocalRule(abc.ABC):
         sums: Sums,
         already_accumulated: frozenset[int],
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Update the local weights and accumulate, in one pass over memory.
 
@@ -82,9 +87,15 @@ class LocalRule(abc.ABC):
             sums: where gradients are summed, and squares where :attr:`accumulates_squares`.
             already_accumulated: indices whose gradient is in the accumulator already.
             accumulation: how the others are accumulated.
+            found_inf: where it is not 0, no tensor changes. The host does not know.
         """
+        self.counted = []
         for group, indices, mode in self._passes(already_accumulated, accumulation):
-            self.update(group, indices, options, gradients, sums, mode)
+            self.update(group, indices, options, gradients, sums, mode, found_inf)
+
+    def uncount(self) -> None:
+        """No tensor has changed in the last local step: the host must not remember one either."""
+        self.counted = []
 
     def _passes(
         self, already_accumulated: frozenset[int], accumulation: Accumulation
@@ -109,6 +120,7 @@ class LocalRule(abc.ABC):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Update the parameters at the given indices."""
 
@@ -190,6 +202,7 @@ class PlainRule(LocalRule):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         ops.local_plain_(
             [self.parameters.tensors[i] for i in indices],
@@ -199,6 +212,7 @@ class PlainRule(LocalRule):
             gradient_weight=self.gradient_scale * self._sign(group, options),
             weight_decay=options(group, "weight_decay"),
             accumulation=accumulation,
+            found_inf=found_inf,
         )
 
 
@@ -247,6 +261,7 @@ class CorrectedRule(LocalRule):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         settings, sign = self._settings, self._sign(group, options)
         # A displacement already has the direction in which the optimizer moves.
@@ -261,6 +276,7 @@ class CorrectedRule(LocalRule):
             correction_weight=settings.beta * correction_sign,
             weight_decay=options(group, "weight_decay"),
             accumulation=accumulation,
+            found_inf=found_inf,
         )
 
     def export_state(self) -> dict[str, Any]:

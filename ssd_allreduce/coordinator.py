@@ -29,6 +29,7 @@ from ssd_allreduce.errors import (
 from ssd_allreduce.reducer import HookMode
 from ssd_allreduce.schedule import Schedule, Stage, StepPlan
 from ssd_allreduce.training import Training
+from ssd_allreduce.verdict import Contribution
 from ssd_allreduce.warmup_stage import WarmupStage
 from ssd_allreduce.weight_guard import WeightGuard, some_names
 
@@ -127,7 +128,7 @@ class Coordinator:
 
     # -- step ------------------------------------------------------------------------------------
 
-    def step(self, contribute: bool = True, scaler: bool = False) -> None:
+    def step(self, contribute: Contribution = True, scaler: bool = False) -> None:
         """Make one step with the gradients that the parameters hold. Collective at sync events.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from ssd_allreduce import layout
 from ssd_allreduce.accumulators import Sums
@@ -15,6 +15,10 @@ from ssd_allreduce.schedule import Stage, StepPlan
 from ssd_allreduce.training import Training
 from ssd_allreduce.tuner import Tuner
 from ssd_allreduce.update_family import Replay
+from ssd_allreduce.verdict import Contribution, Verdict, contributes, gate_of
+
+Step: TypeAlias = tuple[Row, Contribution]
+"""The options in force in a step, and whether this rank contributes to it."""
 
 
 class DelayStage:
@@ -22,23 +26,28 @@ class DelayStage:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.period_steps: list[tuple[Row, bool]] = []
-        """Options of each step of the current period, and whether this rank contributed."""
-        self.rows_since_sync: list[Row] = []
-        """Options of the local steps made since the sync point in flight."""
+        self.period_steps: list[Step] = []
+        """Each step of the current period."""
+        self.steps_since_sync: list[Step] = []
+        """The local steps made since the sync point in flight."""
+        self._undecided: Verdict | None = None
+        """Says of the last local step whether it has changed anything, until the host has to know."""
         self.tuner = Tuner(training)
 
-    def step(self, plan: StepPlan, contribute: bool) -> None:
+    def step(self, plan: StepPlan, contribute: Contribution) -> None:
         """One local step; at a sync point also the sending, at a completion the global update."""
         training = self._training
         self._enter()
         row = training.own_options()
-        if contribute:
+        if training.settings.max_grad_norm is not None or not training.rule.can_be_gated:
+            # Clipping reads its norm on the host, and a step of the user's own optimizer is made or not.
+            contribute = contributes(contribute)
+        if contribute is not False:
             if training.settings.max_grad_norm is not None:
                 clip_gradients(training.parameters.tensors, training.settings.max_grad_norm)
-            self._local_step(row)
+            self._local_step(row, contribute)
             if training.schedule.in_flight:
-                self.rows_since_sync.append(row)
+                self.steps_since_sync.append((row, contribute))
         self.period_steps.append((row, contribute))
         if plan.is_sync_point:
             self._issue(flushing=False)
@@ -56,10 +65,15 @@ class DelayStage:
             self._training.rule.seed(model)
             self.tuner.begin()
 
-    def _local_step(self, row: Row) -> None:
+    def _local_step(self, row: Row, contribution: Contribution) -> None:
+        self._settle_last_step()
         training, buffers = self._training, self._training.reducer.buffers
         by_hooks = training.reducer.accumulated_by_hooks
         gradients = [layout.zeros_like(p) if p.grad is None else p.grad for p in training.parameters.tensors]
+        found_inf = gate_of(contribution)
+        if found_inf is not None and buffers.empty:
+            # Whether this step will overwrite what they hold, nobody knows yet.
+            buffers.begin_with_zeros()
         with training.transport.tracer.span("local update"):
             training.rule.local_step(
                 training.view(row),
@@ -67,22 +81,46 @@ class DelayStage:
                 buffers.current,
                 by_hooks,
                 Accumulation.OVERWRITE if buffers.empty else Accumulation.ADD,
+                found_inf,
             )
             if not training.rule.accumulates_squares:
-                buffers.add_squares(gradients, except_for=by_hooks)
+                buffers.add_squares(gradients, by_hooks, found_inf)
         buffers.empty = False
+        self._undecided = contribution if isinstance(contribution, Verdict) else None
+
+    def _settle_last_step(self) -> None:
+        """Have the rule count the last local step, or not.
+
+        The next local step asks for it, and by then the device has that one's whole backward pass to make:
+        it does not run dry while the host waits. Where the rule counts nothing, nobody waits.
+        """
+        verdict, self._undecided = self._undecided, None
+        rule = self._training.rule
+        if verdict is not None and rule.counted and not verdict.wait():
+            rule.uncount()
+
+    def known_steps(self) -> list[tuple[Row, bool]]:
+        """Options of each step of the current period, and whether this rank contributed."""
+        return [(row, contributes(contribution)) for row, contribution in self.period_steps]
+
+    def contributed_since_sync(self) -> list[Row]:
+        """Options of the local steps since the sync point in flight that this rank contributed to."""
+        return [row for row, contribution in self.steps_since_sync if contributes(contribution)]
 
     def _issue(self, flushing: bool) -> None:
         training = self._training
         training.reducer.reduce_accumulators()
+        # The host may have to wait for this step's backward here: the local update and the sums are on
+        # their way, and only the row, which is made on the host, leaves later.
         training.control.send(
-            training.schedule.events, training.schedule.delay_steps, self.period_steps, flushing
+            training.schedule.events, training.schedule.delay_steps, self.known_steps(), flushing
         )
+        self._settle_last_step()
         training.stats.sync_event()
         if training.schedule.overlap_steps > 0 and not flushing:
             training.rule.snapshot()
         self.period_steps = []
-        self.rows_since_sync = []
+        self.steps_since_sync = []
 
     def complete(self, rebase: bool = True) -> ControlResult:
         """Wait for the sums in flight, update the global model and rebase the local weights on it."""
@@ -127,11 +165,13 @@ class DelayStage:
     def _rebase(self, moved: bool) -> None:
         model, rule = self._training.global_model, self._training.rule
         assert model.weights is not None
-        if not self.rows_since_sync:
+        self._settle_last_step()
+        rows = self.contributed_since_sync()
+        if not rows:
             rule.follow(model.weights, model)
         elif moved:
-            rule.rebase(model.weights, model, [self._training.view(row) for row in self.rows_since_sync])
-        self.rows_since_sync = []
+            rule.rebase(model.weights, model, [self._training.view(row) for row in rows])
+        self.steps_since_sync = []
 
     def flush_event(self) -> ControlResult:
         """Sync the partial period and complete at once. Collective."""
@@ -176,6 +216,7 @@ class DelayStage:
 
     def settle(self) -> None:
         """Wait for this rank's own operations in flight, without using what arrives. Rank-local."""
+        self._settle_last_step()
         if self._training.schedule.in_flight:
             self._training.reducer.finish_accumulators()
             self._training.control.wait()
@@ -185,4 +226,5 @@ class DelayStage:
         self._training.reducer.buffers.drop()
         self._training.control.discard()
         self.period_steps = []
-        self.rows_since_sync = []
+        self.steps_since_sync = []
+        self._undecided = None

@@ -21,26 +21,30 @@ _SCHEMAS = """
 local_momentum_(
     Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor(c!)[] accumulators,
     float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize,
-    float gradient_scale, int accumulation) -> ()
+    float gradient_scale, int accumulation, Tensor? found_inf=None) -> ()
 
 local_corrected_(
     Tensor(a!)[] weights, Tensor[] gradients, Tensor[] corrections, Tensor(b!)[] accumulators,
     float step_size, float gradient_weight, float correction_weight, float weight_decay,
-    int accumulation) -> ()
+    int accumulation, Tensor? found_inf=None) -> ()
 
 local_plain_(
     Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] accumulators,
-    float step_size, float gradient_weight, float weight_decay, int accumulation) -> ()
+    float step_size, float gradient_weight, float weight_decay, int accumulation,
+    Tensor? found_inf=None) -> ()
 
 local_adam_(
     Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] firsts, Tensor(c!)[] seconds,
     Tensor(d!)[] accumulators, Tensor(e!)[] squares,
     float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled,
-    bool maximize, float gradient_scale, int step, int accumulation) -> ()
+    bool maximize, float gradient_scale, int step, int accumulation,
+    Tensor? found_inf=None) -> ()
 
-accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, bool overwrite) -> ()
+accumulate_(
+    Tensor(a!)[] accumulators, Tensor[] gradients, bool overwrite, Tensor? found_inf=None) -> ()
 
-accumulate_squares_(Tensor(a!)[] squares, Tensor[] gradients, bool overwrite) -> ()
+accumulate_squares_(
+    Tensor(a!)[] squares, Tensor[] gradients, bool overwrite, Tensor? found_inf=None) -> ()
 
 replay_sgd_(
     Tensor(a!)[] weights, Tensor(b!)[] momenta, Tensor[] sums, Tensor(c!)[] corrections,

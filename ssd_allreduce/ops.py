@@ -9,6 +9,10 @@ and gradients may be float16, bfloat16, float32 or float64; global weights, mome
 base optimizer's own, have the weight's dtype. Local momenta and moments, accumulators, squares, sums,
 corrections and snapshots are float64 for float64 weights, else float32, and so is the arithmetic.
 
+Local updates and accumulations take ``found_inf``, one float32 on the tensors' device, as torch's
+GradScaler hands it to optimizers: where it is not 0, the call changes nothing. Compiled kernels read it
+where they compute, so that nobody waits for a GPU; plain torch reads it on the host.
+
 ``IMPLEMENTATION`` says which kernels serve CPU tensors: ``"compiled"`` (``ssd_allreduce._C``) or
 ``"reference"`` (:mod:`ssd_allreduce.reference`, plain torch, several passes). The environment
 variable ``SSD_ALLREDUCE_KERNELS`` demands one of the two; without it the compiled kernels are taken
@@ -60,6 +64,7 @@ def local_momentum_(
     maximize: bool,
     gradient_scale: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Local update of the ``momentum`` rule: SGD with momentum on the local weights.
 
@@ -86,6 +91,7 @@ def local_momentum_(
         maximize,
         gradient_scale,
         int(accumulation),
+        found_inf,
     )
 
 
@@ -99,6 +105,7 @@ def local_corrected_(
     correction_weight: float,
     weight_decay: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Local update of the ``gradient`` and ``displacement`` rules (SSD-SGD's GLU).
 
@@ -116,6 +123,7 @@ def local_corrected_(
         correction_weight,
         weight_decay,
         int(accumulation),
+        found_inf,
     )
 
 
@@ -127,6 +135,7 @@ def local_plain_(
     gradient_weight: float,
     weight_decay: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Local update of the ``none`` rule, plain local SGD.
 
@@ -134,7 +143,14 @@ def local_plain_(
     :func:`local_momentum_`.
     """
     _ops.local_plain_.default(
-        weights, gradients, accumulators, step_size, gradient_weight, weight_decay, int(accumulation)
+        weights,
+        gradients,
+        accumulators,
+        step_size,
+        gradient_weight,
+        weight_decay,
+        int(accumulation),
+        found_inf,
     )
 
 
@@ -155,6 +171,7 @@ def local_adam_(
     gradient_scale: float,
     step: int,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Local update of the ``momentum`` rule for Adam and AdamW (``decoupled``) on the local weights.
 
@@ -187,17 +204,28 @@ def local_adam_(
         gradient_scale,
         step,
         accumulation,
+        found_inf,
     )
 
 
-def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool) -> None:
+def accumulate_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    overwrite: bool,
+    found_inf: Tensor | None = None,
+) -> None:
     """``A += g``, or ``A = g`` without reading ``A`` where ``overwrite``."""
-    _ops.accumulate_.default(accumulators, gradients, overwrite)
+    _ops.accumulate_.default(accumulators, gradients, overwrite, found_inf)
 
 
-def accumulate_squares_(squares: Sequence[Tensor], gradients: Sequence[Tensor], overwrite: bool) -> None:
+def accumulate_squares_(
+    squares: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    overwrite: bool,
+    found_inf: Tensor | None = None,
+) -> None:
     """``A2 += g^2``, or ``A2 = g^2`` without reading ``A2`` where ``overwrite``."""
-    _ops.accumulate_squares_.default(squares, gradients, overwrite)
+    _ops.accumulate_squares_.default(squares, gradients, overwrite, found_inf)
 
 
 def replay_sgd_(

@@ -36,6 +36,7 @@ from ssd_allreduce.settings import DEFAULT_BUCKET_BYTES, check_settings
 from ssd_allreduce.single import SingleProcess
 from ssd_allreduce.statistics import Stats, StatsRecorder
 from ssd_allreduce.update_family import Family
+from ssd_allreduce.verdict import Contribution, Verdict, can_be_deferred, unscale_on_device
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -232,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._base.run_hooks("post", (), {})
         return loss
 
-    def _unscale_own_gradients(self) -> tuple[bool, bool]:
+    def _unscale_own_gradients(self) -> tuple[Contribution, bool]:
         """Follow torch's protocol for optimizers that handle a GradScaler's scale themselves.
 
         Returns:
@@ -241,13 +242,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "found_inf"):
             return True, False
         # Without any gradient, the scaler passes the int 0; after unscale_(), no scale.
-        finite = float(self.found_inf) == 0.0
-        scale = getattr(self, "grad_scale", None)
+        found_inf, scale = self.found_inf, getattr(self, "grad_scale", None)
         already_sent = isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over
-        if scale is not None and finite and not already_sent:
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, 1.0 / float(scale))
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        tensors = self._engine.parameters.tensors + gradients
+        if not already_sent and can_be_deferred(found_inf, scale, tensors):
+            if scale is not None:
+                unscale_on_device(gradients, scale)
+            return Verdict(found_inf), True
+        finite = float(found_inf) == 0.0
+        if scale is not None and finite and not already_sent and gradients:
+            torch._foreach_mul_(gradients, 1.0 / float(scale))
         return finite, True
 
     def _forget_scaler(self) -> None:

@@ -21,6 +21,7 @@ from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.errors import BackwardPassesError, UsageError
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.transport import Pending, Transport
+from ssd_allreduce.verdict import Contribution, Verdict
 from ssd_allreduce.wire import WireFormat
 
 _WIRE_BYTES = 4
@@ -270,7 +271,7 @@ class Reducer:
 
     # -- warm-up: gradients travel ---------------------------------------------------------------
 
-    def reduce_gradients(self, contribute: bool) -> None:
+    def reduce_gradients(self, contribute: Contribution) -> None:
         """Hand over every gradient that the hooks have not. Collective.
 
         Args:
@@ -283,6 +284,9 @@ class Reducer:
                 parameter = self._parameters.tensors[index]
                 if parameter.grad is None:
                     parameter.grad = layout.zeros_like(parameter)
+                elif isinstance(contribute, Verdict):
+                    # Not by a product: infinity times 0 is no number.
+                    parameter.grad.masked_fill_(contribute.overflowed, 0.0)
                 elif not contribute:
                     parameter.grad.zero_()
                 elif parameter.grad.layout is not torch.strided:

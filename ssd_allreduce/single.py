@@ -16,6 +16,7 @@ from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.schedule import Schedule
 from ssd_allreduce.settings import Settings
 from ssd_allreduce.statistics import StatsRecorder
+from ssd_allreduce.verdict import Contribution, contributes
 
 
 class SingleProcess:
@@ -44,12 +45,13 @@ class SingleProcess:
 
     needs_synchronize = False
 
-    def step(self, contribute: bool = True, scaler: bool = False) -> None:
+    def step(self, contribute: Contribution = True, scaler: bool = False) -> None:
         """The base optimizer's own step, left out after an overflow."""
         if self._inside_global_weights:
             raise UsageError("step() is refused inside global_weights(). Leave the context first.")
         self._base.discard_materialised_state()
-        if contribute:
+        # The user's optimizer is stepped or not: no kernel of ours could look at the device's own number.
+        if contributes(contribute):
             if self._max_grad_norm is not None:
                 stepped = [parameter for group in self._base.groups for parameter in group["params"]]
                 clip_gradients(stepped, self._max_grad_norm)

@@ -7,6 +7,7 @@ import torch
 from ssd_allreduce.clipping import clip_gradients
 from ssd_allreduce.control import ControlResult, Failure
 from ssd_allreduce.training import Training
+from ssd_allreduce.verdict import Contribution, contributes
 
 
 class WarmupStage:
@@ -17,12 +18,14 @@ class WarmupStage:
         self.synchronized: ControlResult | None = None
         """What the ranks said in ``synchronize()``, until the step that uses it."""
 
-    def reduce_gradients(self, contribute: bool) -> ControlResult:
+    def reduce_gradients(self, contribute: Contribution) -> ControlResult:
         """Make every ``grad`` the mean (or sum) over the contributing ranks. Collective."""
         training = self._training
         training.reducer.reduce_gradients(contribute)
         event = training.schedule.events
-        training.control.send(event, 1, [(training.own_options(), contribute)])
+        # The host may have to wait for the device here: everything that the device has to do is queued,
+        # and only the row, which is made on the host, leaves later.
+        training.control.send(event, 1, [(training.own_options(), contributes(contribute))])
         return self._finish_gradients(event)
 
     def _finish_gradients(self, event: int) -> ControlResult:
@@ -36,12 +39,12 @@ class WarmupStage:
             torch._foreach_mul_(gradients, training.size / count)
         return result
 
-    def step(self, contribute: bool) -> None:
+    def step(self, contribute: Contribution) -> None:
         """Reduce the gradients, unless that has been done, and step. Collective."""
         synchronized, self.synchronized = self.synchronized, None
         if synchronized is None:
             self._apply(self.reduce_gradients(contribute))
-        elif contribute:
+        elif contributes(contribute):
             self._apply(synchronized)
         else:
             # The reduced gradients are equal on all ranks, and so is their overflow.

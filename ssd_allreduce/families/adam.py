@@ -111,6 +111,7 @@ class AdamRule(LocalRule):
         self._steps = [0] * count
 
     def seed(self, state: GlobalState) -> None:
+        self.counted = []
         self._first = self._copy_over(self._first, state.tensors(FIRST))
         self._second = self._copy_over(self._second, state.tensors(SECOND))
         self._steps = _step_counts(state)
@@ -130,6 +131,7 @@ class AdamRule(LocalRule):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         accumulating = accumulation != Accumulation.NONE
         assert sums.squares is not None
@@ -151,9 +153,16 @@ class AdamRule(LocalRule):
                 gradient_scale=self.gradient_scale,
                 step=before + 1,
                 accumulation=accumulation,
+                found_inf=found_inf,
             )
             for index in chosen:
                 self._steps[index] = before + 1
+        self.counted += indices
+
+    def uncount(self) -> None:
+        for index in self.counted:
+            self._steps[index] -= 1
+        super().uncount()
 
     def _present(self, tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         chosen = [tensors[i] for i in indices]

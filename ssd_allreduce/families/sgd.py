@@ -79,6 +79,7 @@ class MomentumRule(LocalRule):
         self._momentum_snapshots: list[Tensor | None] = [None] * len(parameters)
 
     def seed(self, state: GlobalState) -> None:
+        self.counted = []
         for index, momentum in enumerate(state.tensors(MOMENTUM)):
             own = self._momenta[index]
             if momentum is None:
@@ -96,20 +97,27 @@ class MomentumRule(LocalRule):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         if options(group, "momentum") == 0.0:
-            self._plain.update(group, indices, options, gradients, sums, accumulation)
+            self._plain.update(group, indices, options, gradients, sums, accumulation, found_inf)
             return
         started = [i for i in indices if self._momenta[i] is not None]
         if started:
             dampening = options(group, "dampening")
-            self._step(group, started, options, dampening, gradients, sums, accumulation)
+            self._step(group, started, options, dampening, gradients, sums, accumulation, found_inf)
         if len(started) == len(indices):
             return
         fresh = [i for i in indices if self._momenta[i] is None]
         for index in fresh:
             self._momenta[index] = self.new_state(index).zero_()
-        self._step(group, fresh, options, 0.0, gradients, sums, accumulation)
+        self.counted += fresh
+        self._step(group, fresh, options, 0.0, gradients, sums, accumulation, found_inf)
+
+    def uncount(self) -> None:
+        for index in self.counted:
+            self._momenta[index] = None
+        super().uncount()
 
     def _step(
         self,
@@ -120,6 +128,7 @@ class MomentumRule(LocalRule):
         gradients: Sequence[Tensor],
         sums: Sums,
         accumulation: Accumulation,
+        found_inf: Tensor | None,
     ) -> None:
         ops.local_momentum_(
             [self.parameters.tensors[i] for i in indices],
@@ -134,6 +143,7 @@ class MomentumRule(LocalRule):
             maximize=options(group, "maximize") != 0.0,
             gradient_scale=self.gradient_scale,
             accumulation=accumulation,
+            found_inf=found_inf,
         )
 
     def snapshot(self) -> None:

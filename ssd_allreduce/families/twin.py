@@ -125,6 +125,8 @@ def make_twin(base: BaseOptimizer, groups: list[dict[str, Any]]) -> Optimizer:
 class TwinRule(LocalRule):
     """The base optimizer's own step on the local weights, its state copied from the global one."""
 
+    can_be_gated = False
+
     def __init__(self, family: TwinFamily, gradient_scale: float) -> None:
         super().__init__(family.parameters, gradient_scale)
         self._base = family.base
@@ -157,6 +159,7 @@ class TwinRule(LocalRule):
         sums: Sums,
         already_accumulated: frozenset[int],
         accumulation: Accumulation,
+        found_inf: Tensor | None = None,
     ) -> None:
         rest = [i for i in range(len(self.parameters)) if i not in already_accumulated]
         accumulate_(

@@ -84,6 +84,7 @@ def local_adam_(
     gradient_scale: float,
     step: int,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     accumulation = choice("local_adam_", "accumulation", accumulation, Accumulation)
     _check_step("local_adam_", step, 1)
@@ -93,7 +94,7 @@ def local_adam_(
     lists.state("seconds", seconds)
     lists.state("accumulators", accumulators, optional=accumulation == Accumulation.NONE)
     lists.state("squares", squares, optional=accumulation == Accumulation.NONE)
-    if not weights:
+    if not weights or lists.is_closed(found_inf):
         return
     w, g = to_compute(weights), to_compute(gradients)
     if accumulation != Accumulation.NONE:

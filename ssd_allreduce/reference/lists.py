@@ -90,6 +90,23 @@ class Lists:
     def state(self, name: str, tensors: Tensors, optional: bool = False) -> None:
         self._compare(name, tensors, [compute_dtype(t.dtype) for t in self._leading], optional)
 
+    def is_closed(self, found_inf: Tensor | None) -> bool:
+        """Whether the operation must not change anything. Waits for the device."""
+        if found_inf is None:
+            return False
+        if found_inf.dtype != torch.float32 or found_inf.numel() != 1:
+            raise ValueError(
+                f"{self._op}: found_inf has dtype {dtype_name(found_inf.dtype)} and {found_inf.numel()} "
+                "elements; it must be one float32"
+            )
+        for index, leader in enumerate(self._leading):
+            if found_inf.device != leader.device:
+                raise ValueError(
+                    f"{self._op}: found_inf is on {found_inf.device}, {self._name}[{index}] is on "
+                    f"{leader.device}; they must be on the same device"
+                )
+        return float(found_inf) != 0.0
+
     def _compare(self, name: str, tensors: Tensors, dtypes: list[torch.dtype], optional: bool) -> None:
         if optional and not tensors:
             return

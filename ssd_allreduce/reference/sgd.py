@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ssd_allreduce.reference.lists import (
     Accumulation,
@@ -34,13 +35,14 @@ def local_momentum_(
     maximize: bool,
     gradient_scale: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     accumulation = choice("local_momentum_", "accumulation", accumulation, Accumulation)
     lists = Lists("local_momentum_", "weights", weights)
     lists.parameters("gradients", gradients)
     lists.state("momenta", momenta)
     lists.state("accumulators", accumulators, optional=accumulation == Accumulation.NONE)
-    if not weights:
+    if not weights or lists.is_closed(found_inf):
         return
     w, g = to_compute(weights), to_compute(gradients)
     direction = torch._foreach_mul(g, -gradient_scale if maximize else gradient_scale)
@@ -65,13 +67,14 @@ def local_corrected_(
     correction_weight: float,
     weight_decay: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     accumulation = choice("local_corrected_", "accumulation", accumulation, Accumulation)
     lists = Lists("local_corrected_", "weights", weights)
     lists.parameters("gradients", gradients)
     lists.state("corrections", corrections)
     lists.state("accumulators", accumulators, optional=accumulation == Accumulation.NONE)
-    if not weights:
+    if not weights or lists.is_closed(found_inf):
         return
     w, g = to_compute(weights), to_compute(gradients)
     direction = torch._foreach_mul(g, gradient_weight)
@@ -91,12 +94,13 @@ def local_plain_(
     gradient_weight: float,
     weight_decay: float,
     accumulation: int,
+    found_inf: Tensor | None = None,
 ) -> None:
     accumulation = choice("local_plain_", "accumulation", accumulation, Accumulation)
     lists = Lists("local_plain_", "weights", weights)
     lists.parameters("gradients", gradients)
     lists.state("accumulators", accumulators, optional=accumulation == Accumulation.NONE)
-    if not weights:
+    if not weights or lists.is_closed(found_inf):
         return
     w, g = to_compute(weights), to_compute(gradients)
     direction = torch._foreach_mul(g, gradient_weight)

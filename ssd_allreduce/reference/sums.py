@@ -11,19 +11,23 @@ _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 @torch.no_grad()
-def accumulate_(accumulators: Tensors, gradients: Tensors, overwrite: bool) -> None:
+def accumulate_(
+    accumulators: Tensors, gradients: Tensors, overwrite: bool, found_inf: Tensor | None = None
+) -> None:
     lists = Lists("accumulate_", "gradients", gradients)
     lists.state("accumulators", accumulators)
-    if gradients:
+    if gradients and not lists.is_closed(found_inf):
         accumulation = Accumulation.OVERWRITE if overwrite else Accumulation.ADD
         accumulate(accumulators, to_compute(gradients), accumulation)
 
 
 @torch.no_grad()
-def accumulate_squares_(squares: Tensors, gradients: Tensors, overwrite: bool) -> None:
+def accumulate_squares_(
+    squares: Tensors, gradients: Tensors, overwrite: bool, found_inf: Tensor | None = None
+) -> None:
     lists = Lists("accumulate_squares_", "gradients", gradients)
     lists.state("squares", squares)
-    if gradients:
+    if gradients and not lists.is_closed(found_inf):
         accumulation = Accumulation.OVERWRITE if overwrite else Accumulation.ADD
         g = to_compute(gradients)
         accumulate(squares, torch._foreach_mul(g, g), accumulation)

@@ -22,7 +22,9 @@ from gpu_calls import (
 )
 from hypothesis import assume, given, settings
 from kernel_cases import (
+    CLOSED_GATES,
     DTYPES,
+    GATED_OPERATIONS,
     LAYOUTS,
     OPERATIONS,
     Call,
@@ -130,6 +132,19 @@ def test_nothing_waits_for_the_device(operation: Operation) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_equal_lists(arguments, run_on_cpu(call))
+
+
+@pytest.mark.parametrize("operation", GATED_OPERATIONS, ids=lambda op: op.name)
+@pytest.mark.parametrize("gate", [0.0, *CLOSED_GATES])
+def test_a_gate_is_read_on_the_gpu(operation: Operation, gate: float) -> None:
+    call, arguments = gpu_arguments(operation)
+    found_inf = torch.tensor(gate, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        getattr(ops, operation.name)(**arguments, found_inf=found_inf)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal_lists(arguments, run_on_cpu(call) if gate == 0.0 else call.build())
 
 
 @every_operation

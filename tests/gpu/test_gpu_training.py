@@ -119,3 +119,58 @@ def test_a_gradient_scaler_s_overflow_contributes_nothing() -> None:
         scaler.update()
         unmoved = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
         assert unmoved is not moves
+
+
+PERIOD: dict[str, Any] = {"delay_steps": 6, "overlap_steps": 2, "warmup_steps": 1, "issue": "step"}
+QUIET = (3, 4, 5, 9, 10, 11)
+"""Delay steps that neither send nor complete; the first two, in which memory is found, left out."""
+OVERFLOWING = (4, 7, 10)
+
+
+def train_scaled(make: Optimizers, device: str, watch: Callable[[int, Callable[[], None]], None]) -> Tensor:
+    """Weights after steps driven by a GradScaler, each of which is given to ``watch`` to make."""
+    model = new_model().to(device)
+    optimizer = ssd.DistributedOptimizer(
+        make(model.parameters()),
+        named_parameters=model.named_parameters(),
+        communicator=ssd.Loopback(2),
+        **PERIOD,
+    )
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    data = [(x.to(device), y.to(device)) for x, y in batches()]
+
+    def make_step(step: int) -> None:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(data[step][0]), data[step][1])
+        scaler.scale(loss * (float("inf") if step in OVERFLOWING else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for step in range(STEPS):
+        watch(step, lambda step=step: make_step(step))  # type: ignore[misc]
+    optimizer.flush()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+
+
+def without_synchronisation(step: int, make_step: Callable[[], None]) -> None:
+    torch.cuda.set_sync_debug_mode("error" if step in QUIET else "default")
+    try:
+        make_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def behind_a_busy_gpu(step: int, make_step: Callable[[], None]) -> None:
+    torch.cuda.synchronize()
+    if step in QUIET:
+        torch.cuda._sleep(1_000_000_000)
+    make_step()
+    assert step not in QUIET or not torch.cuda.current_stream().query(), f"the host waited in step {step}"
+
+
+@pytest.mark.parametrize("watch", [without_synchronisation, behind_a_busy_gpu])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_nobody_waits_for_a_gradient_scaler_in_a_delay_step(make: Optimizers, watch: Any) -> None:
+    ours = train_scaled(make, "cuda", watch)
+    expected = train_scaled(make, "cpu", lambda step, make_step: make_step())
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)

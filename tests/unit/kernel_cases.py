@@ -167,6 +167,11 @@ class Operation:
     options: dict[str, st.SearchStrategy[Any]]
     expected: Callable[[Arrays, Options], Arrays]
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether it takes ``found_inf``."""
+        return self.name.startswith(("local_", "accumulate_"))
+
 
 factor = st.floats(-1, 1).map(lambda value: round(value, 3))
 fraction = st.floats(0, 1).map(lambda value: round(value, 3))
@@ -341,6 +346,8 @@ OPERATIONS = (
         rebase_shift,
     ),
 )
+GATED_OPERATIONS = tuple(operation for operation in OPERATIONS if operation.is_gated)
+CLOSED_GATES = (1.0, 2.0, -1.0, float("inf"), float("nan"))
 ADAM_STEP_OPTIONS = {
     "lrs": "lr",
     "beta1s": "beta1",

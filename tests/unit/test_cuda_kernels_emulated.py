@@ -23,7 +23,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from kernel_cases import (
+    CLOSED_GATES,
     DTYPES,
+    GATED_OPERATIONS,
     LAYOUTS,
     OPERATIONS,
     PER_STEP,
@@ -84,10 +86,11 @@ def assert_same_bits(ours: torch.Tensor, expected: torch.Tensor, what: str) -> N
     assert torch.equal(ours.detach().view(integers), expected.detach().view(integers)), what
 
 
-def assert_as_on_the_cpu(emulated: Any, call: Call) -> None:
+def assert_as_on_the_cpu(emulated: Any, call: Call, gate: float | None = None) -> None:
     arguments, expected = call.build(), call.build()
-    getattr(emulated, call.operation.name)(**arguments)
-    getattr(ops, call.operation.name)(**expected)
+    found_inf = {} if gate is None else {"found_inf": torch.tensor(gate)}
+    getattr(emulated, call.operation.name)(**arguments, **found_inf)
+    getattr(ops, call.operation.name)(**expected, **found_inf)
     for name, tensors in tensors_of(arguments).items():
         for index, tensor in enumerate(tensors):
             assert_same_bits(tensor, expected[name][index], f"{name}[{index}] of {call}")
@@ -145,6 +148,23 @@ def test_more_tensors_than_a_launch_takes(emulated: Any, operation: Operation) -
 def test_lists_of_several_dtypes(emulated: Any, operation: Operation) -> None:
     parameters = tuple(plain_call(operation, dtype).parameters[0] for dtype in DTYPES * 2)
     assert_as_on_the_cpu(emulated, Call(operation, parameters, plain_call(operation).options, (), seed=2))
+
+
+@pytest.mark.parametrize("operation", GATED_OPERATIONS, ids=lambda op: op.name)
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_gates_are_those_of_the_cpu(emulated: Any, operation: Operation, data: st.DataObject) -> None:
+    call = data.draw(calls(operation))
+    assume(call.parameters)
+    assert_as_on_the_cpu(emulated, call, data.draw(st.sampled_from((0.0, *CLOSED_GATES))))
+
+
+@pytest.mark.parametrize("operation", GATED_OPERATIONS, ids=lambda op: op.name)
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+def test_every_launch_looks_at_the_gate(emulated: Any, operation: Operation, gate: float) -> None:
+    plain = plain_call(operation)
+    sizes = [Parameter((i % 7 * 1000,), torch.float32, plain.parameters[0].layouts) for i in range(300)]
+    assert_as_on_the_cpu(emulated, Call(operation, tuple(sizes), plain.options, (), seed=5), gate)
 
 
 @pytest.mark.parametrize("name", ["replay_sgd_", "replay_adam_"])

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from kernel_cases import (
+    CLOSED_GATES,
     DTYPES,
+    GATED_OPERATIONS,
     OPERATIONS,
     Arrays,
     Call,
@@ -157,6 +159,77 @@ def test_displacement_stays_where_the_learning_rates_sum_to_zero(implementation:
     before = [t.clone() for t in arguments["corrections"]]
     implementation.replay_sgd_(**arguments)
     assert_equal_lists(arguments["corrections"], before)
+
+
+# Gates.
+
+every_gated_operation = pytest.mark.parametrize("operation", GATED_OPERATIONS, ids=lambda op: op.name)
+
+
+def all_bits(arguments: dict[str, Any]) -> dict[str, list[bytes]]:
+    return {name: [bits(tensor) for tensor in tensors] for name, tensors in tensors_of(arguments).items()}
+
+
+@every_implementation
+@every_gated_operation
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_closed_gate_keeps_every_bit_and_an_open_one_changes_none_of_the_result(
+    operation: Operation, implementation: Any, data: st.DataObject
+) -> None:
+    call = data.draw(calls(operation))
+    before, plain, opened, closed = (call.build() for _ in range(4))
+    run(implementation, call, plain)
+    run(
+        implementation,
+        call,
+        opened | {"found_inf": data.draw(st.sampled_from((torch.zeros(()), -torch.zeros(1))))},
+    )
+    run(implementation, call, closed | {"found_inf": torch.tensor(data.draw(st.sampled_from(CLOSED_GATES)))})
+    assert all_bits(opened) == all_bits(plain)
+    assert all_bits(closed) == all_bits(before)
+
+
+@every_implementation
+@every_gated_operation
+def test_a_closed_gate_keeps_what_would_be_overwritten(operation: Operation, implementation: Any) -> None:
+    """In a layout of its own too, which is computed on in a copy that is written back."""
+    option = {"overwrite": True} if "overwrite" in operation.options else {"accumulation": 2}
+    arguments = plain_call(operation).build() | option | {"found_inf": torch.ones(1)}
+    for name in {"accumulators", "squares"} & arguments.keys():
+        arguments[name] = [lay_out(torch.full_like(t, torch.nan), "reversed") for t in arguments[name]]
+    before = all_bits(arguments)
+    getattr(implementation, operation.name)(**arguments)
+    assert all_bits(arguments) == before
+
+
+@every_implementation
+@every_gated_operation
+@pytest.mark.parametrize(
+    ("found_inf", "message"),
+    [
+        (torch.zeros(2), r"found_inf has dtype float32 and 2 elements; it must be one float32"),
+        (torch.zeros((), dtype=torch.float64), r"found_inf has dtype float64 and 1 elements"),
+    ],
+    ids=["two", "double"],
+)
+def test_wrong_gates_are_refused(
+    operation: Operation, implementation: Any, found_inf: torch.Tensor, message: str
+) -> None:
+    arguments = plain_call(operation).build()
+    before = all_bits(arguments)
+    with pytest.raises(ValueError, match=message):
+        getattr(implementation, operation.name)(**arguments, found_inf=found_inf)
+    assert all_bits(arguments) == before
+
+
+@every_gated_operation
+def test_gates_on_other_devices_are_refused(operation: Operation) -> None:
+    arguments = plain_call(operation).build()
+    with pytest.raises(
+        ValueError, match=r"found_inf is on meta, \w+\[0\] is on cpu; they must be on the same"
+    ):
+        getattr(reference, operation.name)(**arguments, found_inf=torch.zeros((), device="meta"))
 
 
 def fill(tensors: list[torch.Tensor], value: float) -> None:

@@ -107,6 +107,8 @@ def opcheck_every_operation() -> None:
     for operation in OPERATIONS:
         overload = getattr(torch.ops.ssd_allreduce, operation.name).default
         torch.library.opcheck(overload, (), on_parameters(operation))
+        if operation.is_gated:
+            torch.library.opcheck(overload, (), on_parameters(operation) | {"found_inf": torch.ones(())})
     tensors = [torch.nn.Parameter(torch.randn(3, 4)), torch.randn(5).half(), torch.arange(6)]
     torch.library.opcheck(torch.ops.ssd_allreduce.checksum.default, (tensors,))
 
