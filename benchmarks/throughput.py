@@ -90,8 +90,14 @@ class Contestant:
         return self.name.split(":")[0]
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pids:
-            os.kill(pid, number)
+        try:
+            for pid in self._pids:
+                os.kill(pid, number)
+        except ProcessLookupError as error:
+            raise ClusterError(
+                f"{self.name}: a rank has ended. See what it printed: --log FILE. Every method has a process "
+                "on each host: where they do not fit into memory together, name fewer in --methods."
+            ) from error
 
     def ask(self, command: str, units: int = 0) -> dict[str, float]:
         """Let all ranks do something at once; the slowest one's seconds, and the mean of the processor's."""
