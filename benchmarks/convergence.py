@@ -189,15 +189,25 @@ def train(arguments: argparse.Namespace, run: Run, dataset: Dataset, shard: Shar
     )
 
 
-def with_seconds(outcome: Outcome, steps: Sequence[dict[str, Any]], rate: str) -> Outcome:
-    """The outcome with its seconds to the target, where the step of its method, k and d was timed."""
-    if outcome.steps_to_target is None:
+def with_seconds(outcome: Outcome, timed: Sequence[dict[str, Any]], rate: str, warmup_steps: int) -> Outcome:
+    """The outcome with its seconds to the target, where steps of its method, k and d were timed.
+
+    Methods that delay begin with synchronous steps, which take as long as those of ``ddp``.
+    """
+    steps = outcome.steps_to_target
+    rows = [row for row in timed if (row["rate"], row["model"]) == (rate, "alexnet-like")]
+    own = [row["seconds_per_step"] for row in rows if _is_of(row, outcome.method, outcome.k, outcome.d)]
+    synchronous = own if outcome.k == 1 else [r["seconds_per_step"] for r in rows if _is_of(r, "ddp", 1, 0)]
+    if outcome.method == "horovod-accumulate":
+        synchronous = own
+    if steps is None or not own or not synchronous:
         return outcome
-    for row in steps:
-        same = (row["method"], row["rate"], row["model"]) == (outcome.method, rate, "alexnet-like")
-        if same and (row["k"] or 1) == outcome.k and (row["d"] or 0) == outcome.d:
-            return replace(outcome, seconds_to_target=outcome.steps_to_target * row["seconds_per_step"])
-    return outcome
+    first = min(steps, warmup_steps)
+    return replace(outcome, seconds_to_target=first * synchronous[0] + (steps - first) * own[0])
+
+
+def _is_of(row: dict[str, Any], method: str, k: int, d: int) -> bool:
+    return (row["method"], row["k"] or 1, row["d"] or 0) == (method, k, d)
 
 
 def train_all(arguments: argparse.Namespace) -> None:
@@ -237,8 +247,9 @@ def chosen_dataset(arguments: argparse.Namespace) -> Dataset:
 def write(arguments: argparse.Namespace, described: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Print the summary, and write it with all results where ``--json`` says."""
     if arguments.throughput is not None:
-        steps = json.loads(arguments.throughput.read_text())["results"]
-        outcomes = [with_seconds(outcome, steps, arguments.rate) for outcome in outcomes]
+        timed = json.loads(arguments.throughput.read_text())["results"]
+        warmup_steps = described["warmup_steps"]
+        outcomes = [with_seconds(outcome, timed, arguments.rate, warmup_steps) for outcome in outcomes]
         described = {**described, "seconds_at": arguments.rate}
     summary = summarise(outcomes)
     for line in summary:

@@ -106,18 +106,27 @@ def timed_step(method: str, k: int | None, d: int | None, seconds: float, **give
     return {**row, "model": "alexnet-like", **given}
 
 
-def test_seconds_are_steps_times_the_step_of_the_same_method_and_period() -> None:
-    steps = [
+def test_seconds_are_those_of_the_same_method_and_period() -> None:
+    timed = [
         timed_step("ssd", 8, 4, 9.0, rate="100mbit"),
         timed_step("ssd", 8, 4, 8.0, model="resnet20"),
         timed_step("ssd", 8, 2, 7.0),
         timed_step("ssd", 8, 4, 0.5),
         timed_step("horovod", None, None, 2.0),
+        timed_step("ddp", None, None, 3.0),
+        timed_step("horovod-accumulate", 8, None, 0.25),
     ]
-    assert with_seconds(outcome(), steps, "1gbit").seconds_to_target == 50.0
-    assert with_seconds(outcome("horovod", 1, 0), steps, "1gbit").seconds_to_target == 200.0
-    assert with_seconds(outcome("ddp", 1, 0), steps, "1gbit").seconds_to_target is None
-    assert with_seconds(outcome(steps_to_target=None), steps, "1gbit").seconds_to_target is None
+
+    def seconds(outcome: Outcome, warmup_steps: int = 20) -> float | None:
+        return with_seconds(outcome, timed, "1gbit", warmup_steps).seconds_to_target
+
+    assert seconds(outcome("horovod", 1, 0)) == 100 * 2.0
+    assert seconds(outcome("horovod-accumulate", 8, 0)) == 100 * 0.25
+    # Twenty synchronous steps of three seconds come first.
+    assert seconds(outcome()) == 20 * 3.0 + 80 * 0.5
+    assert seconds(outcome(steps_to_target=10)) == 10 * 3.0
+    assert seconds(outcome("post-local-sgd", 8, 0)) is None
+    assert seconds(outcome(steps_to_target=None)) is None
 
 
 def test_mean_time_counts_only_where_every_seed_arrived() -> None:
