@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 OURS, OTHERS = "tab:blue", "tab:gray"
+OVERLAPS: dict[str, Callable[[int], int]] = {
+    "d = 0": lambda k: 0,
+    "d = k/2": lambda k: k // 2,
+    "d = k - 1": lambda k: k - 1,
+}
 
 
 def throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -36,30 +41,31 @@ def throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def accuracy(summary: Sequence[dict[str, Any]], shards: str, path: Path) -> None:
     """Test accuracy by period: a panel for each overlap, a line for each rule."""
     rows = [row for row in summary if row["shards"] == shards and row["method"] == "ssd"]
-    overlaps = {"d = 0": lambda k: 0, "d = k/2": lambda k: k // 2, "d = k - 1": lambda k: k - 1}
-    figure, axes = pyplot.subplots(1, len(overlaps), figsize=(13.5, 4.0), sharey=True)
-    (plain,) = [row for row in summary if (row["shards"], row["method"]) == (shards, "horovod")]
-    for axis, (title, overlap) in zip(axes, overlaps.items(), strict=True):
-        for rule in dict.fromkeys(row["rule"] for row in rows):
+    drawn = [name for name, overlap in OVERLAPS.items() if any(row["d"] == overlap(row["k"]) for row in rows)]
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 4.0), sharey=True, squeeze=False)
+    plain = [row["test_accuracy"] for row in summary if row["method"] == "horovod"]
+    for axis, name in zip(axes.flat, drawn, strict=True):
+        chosen = [row for row in rows if row["d"] == OVERLAPS[name](row["k"])]
+        for rule in dict.fromkeys(row["rule"] for row in chosen):
             line = sorted(
                 (row["k"], 100 * row["test_accuracy"], 100 * (row["deviation"] or 0.0))
-                for row in rows
-                if row["rule"] == rule and row["d"] == overlap(row["k"])
+                for row in chosen
+                if row["rule"] == rule
             )
-            ks, means, deviations = zip(*line, strict=True) if line else ((), (), ())
-            axis.errorbar(ks, means, deviations, marker="o", capsize=3, label=rule)
-        axis.axhline(100 * plain["test_accuracy"], color="black", linewidth=0.8, label="plain Horovod")
+            axis.errorbar(*zip(*line, strict=True), marker="o", capsize=3, label=rule)
+        for level in plain:
+            axis.axhline(100 * level, color="black", linewidth=0.8, label="plain Horovod")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("steps in a period, k")
-        axis.set_title(f"{shards} shards, {title}")
-    axes[0].set_ylabel("test accuracy, %")
-    axes[0].legend()
+        axis.set_title(f"{shards} shards, {name}")
+        axis.legend()
+    axes.flat[0].set_ylabel("test accuracy, %")
     _save(figure, path)
 
 
 def time_to_accuracy(summary: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds to the target by method, of those whose seeds all reached it."""
-    rows = [row for row in summary if row["seconds_to_target"] is not None and row["shards"] == "equal"]
+    rows = [row for row in summary if row["seconds_to_target"] is not None]
     rows = sorted(rows, key=lambda row: row["seconds_to_target"])
     figure, axis = pyplot.subplots(figsize=(7.0, 0.8 + 0.28 * len(rows)))
     _bars(axis, [(_name(row), row["seconds_to_target"], _is_ours(row)) for row in rows])

@@ -25,9 +25,8 @@ Written by `python benchmarks/report.py` from JSON files in this folder, which t
 """
 
 
-def throughput(report: dict[str, Any], images: Path) -> str:
+def throughput(report: dict[str, Any], image: Path) -> str:
     rates = ", ".join(dict.fromkeys(r["rate"] for r in report["results"]))
-    image = images / f"throughput_{rates.replace(', ', '_')}.png"
     plots.throughput(report["results"], image)
     parts = [f"## Throughput at {rates}\n", measured(report), picture("Share of compute by method", image)]
     for model, rate in dict.fromkeys((r["model"], r["rate"]) for r in report["results"]):
@@ -54,19 +53,20 @@ def throughput(report: dict[str, Any], images: Path) -> str:
     return "\n".join(parts)
 
 
-def convergence(report: dict[str, Any], images: Path) -> str:
+def convergence(report: dict[str, Any], image: Path) -> str:
     title = "Accuracy and time to accuracy" if "seconds_at" in report else "Accuracy"
     parts = [f"## {title}: {report['optimizer']}, {report['dataset']}\n", measured(report)]
     for shards in dict.fromkeys(row["shards"] for row in report["summary"]):
         chosen = [row for row in report["summary"] if row["shards"] == shards]
-        name = f"{report['optimizer']}_{report['dataset']}_{shards}.png"
         parts += [f"### {shards} shards\n", accuracies(chosen)]
         if len({row["k"] for row in chosen if row["method"] == "ssd"}) > 1:
-            plots.accuracy(chosen, shards, images / f"accuracy_{name}")
-            parts.append(picture("Test accuracy by period", images / f"accuracy_{name}"))
+            drawn = image.with_stem(f"{image.stem}_accuracy_{shards}")
+            plots.accuracy(chosen, shards, drawn)
+            parts.append(picture("Test accuracy by period", drawn))
         if any(row["seconds_to_target"] is not None for row in chosen):
-            plots.time_to_accuracy(chosen, images / f"time_to_accuracy_{name}")
-            parts += [times(chosen, report), picture("Time to accuracy", images / f"time_to_accuracy_{name}")]
+            drawn = image.with_stem(f"{image.stem}_time_{shards}")
+            plots.time_to_accuracy(chosen, drawn)
+            parts += [times(chosen, report), picture("Seconds to the target accuracy", drawn)]
     return "\n".join(parts)
 
 
@@ -190,11 +190,11 @@ def trace_cost(report: dict[str, Any]) -> str:
 
 
 Section: TypeAlias = Callable[[dict[str, Any], Path], str]
-"""Writes a section from a file's content, and its pictures into a folder."""
+"""Writes a section from a file's content, and its picture, or several whose names begin as the path does."""
 
 
 def without_pictures(section: Callable[[dict[str, Any]], str]) -> Section:
-    return lambda report, images: section(report)
+    return lambda report, image: section(report)
 
 
 SECTIONS: dict[str, Section] = {
@@ -215,8 +215,9 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     parts = [INTRODUCTION]
     for pattern, section in SECTIONS.items():
-        reports = [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
-        parts += [section(report, folder / "images") for report in reports]
+        for path in sorted(folder.glob(pattern)):
+            image = folder / "images" / f"{path.stem}.png"
+            parts.append(section(json.loads(path.read_text()), image))
     (folder / "benchmarks.md").write_text("\n".join(parts))
 
 

@@ -13,12 +13,12 @@ FEWEST_PREDICTED = 8
 """Fewer ranks are among those that were measured, or next to them."""
 
 
-def scaling(report: dict[str, Any], images: Path) -> str:
+def scaling(report: dict[str, Any], image: Path) -> str:
     left_out = ("parameters", "predictions", "measurements", "plot")
     ground = measured({key: report[key] for key in report if key not in left_out})
     parts = ["## More ranks than there are: predicted and measured\n", ground]
     if report["plot"] is not None:
-        parts.append(f"![Milliseconds a step over ranks]({images.name}/{report['plot']})\n")
+        parts.append(f"![Milliseconds a step over ranks]({image.parent.name}/{report['plot']})\n")
     for fitted in report["parameters"]:
         rate = fitted["rate"]
         of_rate = {
