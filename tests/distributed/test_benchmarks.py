@@ -49,15 +49,12 @@ def test_convergence_in_parts(tmp_path: Path) -> None:
     second = run("convergence.py", path, *short, "--only", "ssd", "--seeds", "1")
     assert second["results"][: len(first["results"])] == first["results"]
     assert [row["method"] for row in second["results"]] == ["horovod", "ssd"]
-    step = {
-        "method": "ssd",
-        "rate": "1gbit",
-        "model": "alexnet-like",
-        "k": 4,
-        "d": 2,
-        "seconds_per_step": 0.5,
-    }
-    (tmp_path / "throughput.json").write_text(json.dumps({"results": [step]}))
+    timed = {"rate": "1gbit", "model": "alexnet-like"}
+    steps = [
+        {**timed, "method": "ssd", "k": 4, "d": 2, "seconds_per_step": 0.5},
+        {**timed, "method": "ddp", "k": None, "d": None, "seconds_per_step": 2.0},
+    ]
+    (tmp_path / "throughput.json").write_text(json.dumps({"results": steps}))
     third = run("convergence.py", path, "--only-seconds", "--throughput", str(tmp_path / "throughput.json"))
     plain, ours = third["results"]
     # Five of them in the warm-up stage.
