@@ -302,7 +302,7 @@ def deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+def describe(arguments: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
     return {
         **measured_on(),
         "ranks": arguments.ranks,
@@ -311,7 +311,8 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch_size": arguments.batch_size,
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
-        "target_accuracy": arguments.target_accuracy or chosen_dataset(arguments).target_accuracy,
+        "target_accuracy": arguments.target_accuracy,
+        "dataset": dataset.name,
     }
 
 
@@ -384,7 +385,7 @@ def main() -> int:
         write_seconds(arguments)
     else:
         try:
-            described = {**describe(arguments), "dataset": chosen_dataset(arguments).name}
+            described = describe(arguments, chosen_dataset(arguments))
             outcomes = launch_all(arguments, known_outcomes(arguments, described))
         except (FileNotFoundError, ValueError) as error:
             print(f"convergence: {error}", file=sys.stderr)
@@ -393,8 +394,9 @@ def main() -> int:
             print("convergence: ranks failed; they say why above", file=sys.stderr)
             return error.returncode
         write(arguments, described, outcomes)
-        if arguments.json is not None:
-            arguments.json.with_suffix(".partial").unlink(missing_ok=True)
+        finished = partial_file(arguments)
+        if finished is not None:
+            finished.unlink(missing_ok=True)
     return 0
 
 
