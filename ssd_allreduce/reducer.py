@@ -329,7 +329,7 @@ class Reducer:
     def reduce_accumulators(self) -> None:
         """Hand over every accumulator that the hooks have not, and begin new ones. Collective."""
         if self.buffers.empty and not self._handed:
-            torch._foreach_zero_(self.buffers.current.tensors)
+            self.buffers.begin_with_zeros()
         for unit in self._units:
             if not unit.pending:
                 self._start_accumulators(unit)
