@@ -31,7 +31,7 @@ from ssd_allreduce.communicators.protocol import (
     wait_until,
 )
 from ssd_allreduce.communicators.staging import HostStage
-from ssd_allreduce.errors import CommunicationError, SequenceMismatchError, SSDError
+from ssd_allreduce.errors import SequenceMismatchError, SSDError
 
 _DIGEST_BYTES = 6  # exact in a float64
 _HEADER_POLL_SECONDS = 1e-3
@@ -83,10 +83,8 @@ class Ordered:
         self._waiting: deque[_Header | Bucket] = deque()
         self._expected: dict[str, Bucket] = {}
         self._in_flight: list[Bucket] = []
-        self._error: BaseException | None = None
         self._stage = HostStage()
         self._progress = ProgressThread(self._advance, self._lock)
-        self._stopped = False
 
     # -- the protocol ----------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class Ordered:
         All of them must be submitted, in any order; those that are not announced follow them.
         """
         with self._lock:
-            self._raise_failure()
+            self._progress.raise_failure()
             names = [name for name, _ in sequence]
             about = f"announces {names[0]!r} and {len(names) - 1} more"
             self._waiting.append(_Header(_digest(repr(sequence)), about))
@@ -134,7 +132,7 @@ class Ordered:
         postscale: float = 1.0,
     ) -> Handle:
         with self._lock:
-            self._raise_failure()
+            self._progress.raise_failure()
             operation = Operation(list(tensors), op, prescale, postscale, self._stage.moments(tensors))
             if name not in self._expected:
                 shape = [(tensor.numel(), str(tensor.dtype)) for tensor in tensors]
@@ -147,7 +145,7 @@ class Ordered:
 
     def poll(self, handle: Handle) -> bool:
         with self._lock:
-            self._raise_failure()
+            self._progress.raise_failure()
             self._proceed()
             bucket: Bucket = handle.bucket
             if bucket.finished:
@@ -169,7 +167,7 @@ class Ordered:
         self._opened().barrier(name, timeout)
 
     def abort(self) -> None:
-        self._stopped = True
+        self._progress.stop()
         (self._channel or self._engine).abort()
 
     def close(self) -> None:
@@ -198,7 +196,7 @@ class Ordered:
         try:
             self._send_what_may_leave()
         except SSDError as error:
-            self._error = error
+            self._progress.fail(error)
             raise
         self._keep_polling()
 
@@ -224,23 +222,16 @@ class Ordered:
                 head.check()
             self._waiting.popleft()
 
-    def _poll_in_flight(self) -> bool:
-        """Whether anything is still in flight."""
+    def _poll_in_flight(self) -> None:
+        """Move what is in flight, each of them: polling is what moves them."""
         channel = self._opened()
-        # Each of them, not only up to the first that is not done: polling is what moves them.
-        arrived = [bucket.poll(channel) for bucket in self._in_flight]
-        return not all(arrived)
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            if isinstance(self._error, SSDError):
-                raise self._error
-            raise CommunicationError(f"The engine failed: {self._error}") from self._error
+        for bucket in self._in_flight:
+            bucket.poll(channel)
 
     # -- a thread while something has to be polled -----------------------------------------------
 
     def _keep_polling(self) -> None:
-        if self.capabilities.threads and not self._stopped and self._needs_polling():
+        if self.capabilities.threads and self._needs_polling():
             self._progress.wake(self.capabilities.polled_every or _HEADER_POLL_SECONDS)
 
     def _needs_polling(self) -> bool:
@@ -251,14 +242,10 @@ class Ordered:
         return self.capabilities.polled_every is not None and any(not b.arrived for b in self._in_flight)
 
     def _advance(self) -> bool:
-        try:
-            if not self._stopped:
-                self._send_what_may_leave()
-                if self.capabilities.polled_every is not None:
-                    self._poll_in_flight()
-        except BaseException as error:  # noqa: BLE001 - the user's thread must hear of it
-            self._error = error
-        return not self._stopped and self._error is None and self._needs_polling()
+        self._send_what_may_leave()
+        if self.capabilities.polled_every is not None:
+            self._poll_in_flight()
+        return self._needs_polling()
 
 
 def matched_by_name(engine: Communicator, bucket_bytes: int, timeout: float) -> Communicator:

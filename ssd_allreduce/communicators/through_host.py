@@ -18,7 +18,6 @@ from ssd_allreduce.communicators.protocol import (
     wait_until,
 )
 from ssd_allreduce.communicators.staging import HostStage, StagedRow
-from ssd_allreduce.errors import CommunicationError
 
 _POLL_SECONDS = 5e-4
 
@@ -55,9 +54,7 @@ class ThroughHost:
         self._stage = stage or HostStage()
         self._lock = threading.RLock()
         self._waiting: list[_Operation] = []
-        self._thread = ProgressThread(self._advance, self._lock)
-        self._error: BaseException | None = None
-        self._stopped = False
+        self._progress = ProgressThread(self._advance, self._lock)
 
     @property
     def rank(self) -> int:
@@ -86,7 +83,7 @@ class ThroughHost:
         if all(tensor.device.type in self.capabilities.devices for tensor in tensors):
             return self._engine.allreduce_async(tensors, name, op, prescale, postscale)
         with self._lock:
-            self._raise_failure()
+            self._progress.raise_failure()
             after = {device: [moment] for device, moment in self._stage.moments(tensors).items()}
             # ``data``: an engine writes memory behind autograd's back.
             rows = [self._stage.take([tensor.data.view(-1)], tensor.dtype, after) for tensor in tensors]
@@ -94,14 +91,14 @@ class ThroughHost:
             self._waiting.append(operation)
             self._submit_what_is_ready()
             if self._waiting:
-                self._thread.wake(_POLL_SECONDS)
+                self._progress.wake(_POLL_SECONDS)
         return operation
 
     def poll(self, handle: Handle) -> bool:
         if not isinstance(handle, _Operation):
             return self._engine.poll(handle)
         with self._lock:
-            self._raise_failure()
+            self._progress.raise_failure()
             self._submit_what_is_ready()
         return handle.submitted and self._engine.poll(handle.handle)
 
@@ -128,7 +125,7 @@ class ThroughHost:
         self._engine.barrier(name, timeout)
 
     def abort(self) -> None:
-        self._stopped = True
+        self._progress.stop()
         self._engine.abort()
 
     def close(self) -> None:
@@ -146,13 +143,5 @@ class ThroughHost:
             operation.submitted = True
 
     def _advance(self) -> bool:
-        try:
-            if not self._stopped:
-                self._submit_what_is_ready()
-        except BaseException as error:  # noqa: BLE001 - the user's thread must hear of it
-            self._error = error
-        return bool(self._waiting) and not self._stopped and self._error is None
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise CommunicationError(f"The engine failed: {self._error}") from self._error
+        self._submit_what_is_ready()
+        return bool(self._waiting)
