@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ssd_allreduce.communicators.protocol import Capabilities, Handle, ReduceOp
 
 _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_numbers = itertools.count()
 
 
 class Loopback:
@@ -29,6 +31,8 @@ class Loopback:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
             raise ValueError(f"size={size!r} must be an integer of at least 1.")
         self._size = size
+        # Not id(self), which a later object may be given as well.
+        self._key = f"loopback-{next(_numbers)}"
 
     @property
     def rank(self) -> int:
@@ -44,7 +48,7 @@ class Loopback:
 
     @property
     def key(self) -> str:
-        return f"loopback-{id(self)}"
+        return self._key
 
     def allreduce_async(
         self,
