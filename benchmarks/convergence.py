@@ -32,7 +32,6 @@ from torch import nn
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS_BETWEEN_TESTS = 20
 ROWS_OF_A_TEST = 5000
 RULES = ("momentum", "gradient", "displacement", "none")
 PERIODS = (
@@ -52,7 +51,10 @@ PERIODS = (
     "16:8",
     "16:15",
 )
-SETTINGS = ("ranks", "optimizer", "lr", "batch_size", "steps", "warmup_steps", "target_accuracy", "dataset")
+SETTINGS = (
+    *("ranks", "optimizer", "lr", "batch_size", "steps", "warmup_steps"),
+    *("target_accuracy", "steps_between_tests", "dataset"),
+)
 OF_HOROVOD = ("horovod", "horovod-accumulate", "horovod-fp16")
 ALL = (*OF_HOROVOD, "ssd", "ssd-fp16", "ddp", "ddp-powersgd", "post-local-sgd")
 
@@ -100,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--target-accuracy", type=float, help="0.9 for the digits and 0.5 for CIFAR-10 if not given"
     )
+    parser.add_argument("--steps-between-tests", type=int, default=20, help="how finely that is looked for")
     parser.add_argument("--throughput", type=Path, help="throughput.py's JSON, for seconds")
     parser.add_argument("--rate", default="1gbit", help="which of its rates")
     parser.add_argument(
@@ -164,8 +167,10 @@ def train_loss(model: nn.Module, dataset: Dataset) -> float:
     return float(torch.stack(losses).sum()) / len(dataset.train[1])
 
 
-def train(arguments: argparse.Namespace, run: Run, dataset: Dataset, shard: Shard) -> Outcome:
-    """One training; its outcome on this rank, which is the same on all."""
+def train(
+    arguments: argparse.Namespace, run: Run, dataset: Dataset, shard: Shard, tests: bool
+) -> Outcome | None:
+    """One training; returns what came of it on the rank that tests the weights, which all ranks share."""
     torch.manual_seed(run.seed)
     plain = dataset.make_model()
     problem = Problem(plain, torch.empty(0), torch.empty(0))
@@ -173,13 +178,17 @@ def train(arguments: argparse.Namespace, run: Run, dataset: Dataset, shard: Shar
     choice = Choice(run.k, run.d, run.rule or "momentum", arguments.warmup_steps, make)
     trainer: Trainer = METHODS[run.method].build(problem, choice)
     reached: int | None = None
+    due = arguments.steps_between_tests
     batches = shard.batches(run.seed, arguments.batch_size, arguments.steps)
     for step, (problem.inputs, problem.targets) in enumerate(batches, start=1):
         trainer.step()
-        if reached is None and step % STEPS_BETWEEN_TESTS == 0:
+        if tests and reached is None and step >= due and trainer.ranks_are_equal:
+            due = step - step % arguments.steps_between_tests + arguments.steps_between_tests
             with trainer.evaluating():
                 reached = step if accuracy(plain, dataset) >= arguments.target_accuracy else None
     trainer.finish()
+    if not tests:
+        return None
     return Outcome(
         **asdict(run),
         test_accuracy=accuracy(plain, dataset),
@@ -217,11 +226,12 @@ def train_all(arguments: argparse.Namespace) -> None:
     dataset = chosen_dataset(arguments)
     shards = {kind: Shard(dataset, kind, rank, size) for kind in arguments.shards}
     for run in [Run(**row) for row in json.loads(arguments.runs.read_text())]:
-        outcome = json.dumps(asdict(train(arguments, run, dataset, shards[run.shards])))
-        if rank == 0:
-            print(outcome, flush=True)
+        outcome = train(arguments, run, dataset, shards[run.shards], tests=rank == 0)
+        if outcome is not None:
+            line = json.dumps(asdict(outcome))
+            print(line, flush=True)
             with arguments.outcomes.open("a") as file:
-                print(outcome, file=file)
+                print(line, file=file)
     end_engine()
 
 
@@ -312,6 +322,7 @@ def describe(arguments: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
         "target_accuracy": arguments.target_accuracy,
+        "steps_between_tests": arguments.steps_between_tests,
         "dataset": dataset.name,
     }
 

@@ -108,9 +108,14 @@ class Trainer:
         self.problem.loss().backward()
         self.optimizer.step()
 
+    @property
+    def ranks_are_equal(self) -> bool:
+        """Whether there are new weights that all ranks share, for :meth:`evaluating`."""
+        return True
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model holds what would be used: weights that all ranks share."""
+        """The model holds weights that all ranks share. No communication: one rank alone may come here."""
         yield
 
     def finish(self) -> None:
@@ -159,16 +164,15 @@ class Delaying(Trainer):
 class Averaging(Trainer):
     """Post-local SGD: ranks differ until their weights are averaged."""
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        parameters = list(self.problem.model.parameters())
-        local = [p.detach().clone() for p in parameters]
-        self.finish()
-        try:
-            yield
-        finally:
-            for parameter, own in zip(parameters, local, strict=True):
-                parameter.data.copy_(own)
+    def __init__(self, problem: Problem, optimizer: Any, averager: Any) -> None:
+        super().__init__(problem, optimizer, averager.period, averager.warmup_steps + averager.period)
+        self._averager = averager
+
+    @property
+    def ranks_are_equal(self) -> bool:
+        # The averager counts a step after it has looked whether this one ends in an average.
+        local = self._averager.step - 1 - self._averager.warmup_steps
+        return local < 0 or local % self._averager.period == 0
 
     def finish(self) -> None:
         for parameter in self.problem.model.parameters():
@@ -285,7 +289,7 @@ def post_local_sgd(problem: Problem, choice: Choice) -> Trainer:
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = PeriodicModelAverager(period=choice.delay_steps, warmup_steps=choice.warmup_steps)
     optimizer = PostLocalSGDOptimizer(optim=base(problem, choice), averager=averager)
-    return Averaging(problem, optimizer, choice.delay_steps, choice.warmup_steps + choice.delay_steps)
+    return Averaging(problem, optimizer, averager)
 
 
 # After an @ stands the engine, where it is not the recommended one.

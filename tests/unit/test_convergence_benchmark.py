@@ -6,6 +6,7 @@ import argparse
 import json
 import pickle
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms.model_averaging import utils as averaging_utils
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -20,6 +22,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import convergence  # noqa: E402
 from convergence import Outcome, Run, known_outcomes, summarise, with_seconds  # noqa: E402
 from datasets import Dataset, Shard, cifar10, digits  # noqa: E402
+from methods import METHODS, Choice  # noqa: E402
+from models import Problem  # noqa: E402
 
 
 def write_cifar(folder: Path, pictures: int = 7) -> None:
@@ -144,6 +148,33 @@ def test_difference_to_plain_horovod_is_taken_by_seed() -> None:
     assert line["paired_difference"] == pytest.approx(0.02)
     # Differences of 0.01 and 0.03.
     assert line["deviation_of_difference"] == pytest.approx(0.02 / 2**0.5)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_ranks_of_post_local_sgd_are_equal_in_warm_up_and_when_weights_were_just_averaged(
+    warmup_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averaged: list[int] = []
+    monkeypatch.setattr(
+        averaging_utils, "average_parameters_or_parameter_groups", lambda *_: averaged.append(step)
+    )
+    problem = Problem(torch.nn.Linear(2, 3), torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+    trainer = METHODS["post-local-sgd"].build(problem, Choice(4, 0, warmup_steps=warmup_steps))
+    equal = []
+    for step in range(12):
+        trainer.step()
+        if trainer.ranks_are_equal:
+            equal.append(step)
+    assert averaged == [warmup_steps, warmup_steps + 4, warmup_steps + 8]
+    assert equal == [*range(warmup_steps), *averaged]
 
 
 def resumed(path: Path, **settings: Any) -> dict[Run, Outcome]:
