@@ -1,15 +1,16 @@
-"""Time of one allreduce of many tensors, by engine and bucket size, with two ranks on this machine.
+"""What one allreduce of many tensors costs, by engine and bucket size, with two ranks on this machine.
 
     python benchmarks/buckets.py --json docs/buckets.json
 
-The tensors are shaped like ResNet-20's and two dense layers', about five million float32 values in all. For
-engines that match by order; benchmarks/README.md defines the numbers.
+The tensors are shaped like ResNet-20's and two dense layers', about five million float32 values in all.
+benchmarks/README.md defines the numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import torch
 from measured_on import measured_on
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHERS = {"torch": "torchrun", "mpi": "mpirun"}
+LAUNCHERS = {"torch": "torchrun", "mpi": "mpirun", "horovod": "mpirun"}
 SIZES = (0, 1 << 18, 1 << 20, 1 << 22, 1 << 25)
 REPEATS = 12
 SHAPES = [
@@ -38,32 +39,43 @@ def measure(engine: str) -> list[dict[str, Any]]:
     """All bucket sizes in turn, several rounds; runs in a rank."""
     import ssd_allreduce
     from ssd_allreduce.communicators.ordered import Ordered
-    from ssd_allreduce.communicators.protocol import ReduceOp
+    from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
 
     torch.set_num_threads(1)
+    channels: dict[int | None, Communicator]
+    if engine == "horovod":
+        import horovod.torch as hvd
+
+        hvd.init()
     communicator = ssd_allreduce.choose_communicator(engine)
-    channels = {size: Ordered(communicator, size, 60.0) for size in SIZES}
+    if engine == "horovod":
+        # It puts tensors together itself.
+        channels = {None: communicator}
+    else:
+        channels = {size: Ordered(communicator, size, 60.0) for size in SIZES}
     tensors = [torch.zeros(shape) for shape in SHAPES]
     sequence = [(f"tensor{index}", tensor.numel() * 4) for index, tensor in enumerate(tensors)]
 
-    def start(channel: Ordered) -> list[Any]:
-        channel.announce(sequence)
+    def start(channel: Communicator) -> list[Any]:
+        if isinstance(channel, Ordered):
+            channel.announce(sequence)
         pairs = zip(sequence, tensors, strict=True)
         return [channel.allreduce_async([tensor.view(-1)], name, ReduceOp.SUM) for (name, _), tensor in pairs]
 
-    alone: dict[int, list[float]] = {size: [] for size in SIZES}
-    hidden: dict[int, list[float]] = {size: [] for size in SIZES}
+    alone, processor, hidden = ({size: [] for size in channels} for _ in range(3))
     for _ in range(REPEATS):
         for size, channel in channels.items():
-            began = time.monotonic()
+            began, used = time.monotonic(), time.process_time()
             for handle in start(channel):
                 channel.wait(handle, 60.0)
             alone[size].append(time.monotonic() - began)
+            processor[size].append(time.process_time() - used)
             handles = start(channel)
             until = time.monotonic() + COMPUTE_SECONDS
             while time.monotonic() < until:
                 torch.mm(tensors[-1], tensors[-1].t())
-                channel.progress()
+                if isinstance(channel, Ordered):
+                    channel.progress()
             began = time.monotonic()
             for handle in handles:
                 channel.wait(handle, 60.0)
@@ -73,10 +85,11 @@ def measure(engine: str) -> list[dict[str, Any]]:
             "engine": engine,
             "bucket_bytes": size,
             "seconds": min(alone[size]),
-            "seconds_left_after_computing": sorted(hidden[size])[REPEATS // 2],
+            "cpu_seconds": statistics.median(processor[size]),
+            "seconds_left_after_computing": statistics.median(hidden[size]),
             "rank": communicator.rank,
         }
-        for size in SIZES
+        for size in channels
     ]
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_on import measured_on
 from torch import Tensor
 
 from ssd_allreduce import ops
@@ -125,6 +126,14 @@ def accumulate(x: Lists) -> None:
 
 def accumulate_foreach(x: Lists) -> None:
     torch._foreach_add_(x["accumulators"], x["gradients"])
+
+
+def accumulate_squares(x: Lists) -> None:
+    ops.accumulate_squares_(x["squares"], x["gradients"], overwrite=False)
+
+
+def accumulate_squares_foreach(x: Lists) -> None:
+    torch._foreach_addcmul_(x["squares"], x["gradients"], x["gradients"])
 
 
 def replay_sgd(x: Lists) -> None:
@@ -337,6 +346,13 @@ OPERATIONS = (
         accumulate_foreach,
         {"accumulators": STATE, "gradients": PARAMETER},
         written=("accumulators",),
+    ),
+    Operation(
+        "accumulate_squares_",
+        accumulate_squares,
+        accumulate_squares_foreach,
+        {"squares": STATE, "gradients": PARAMETER},
+        written=("squares",),
     ),
     Operation(
         "replay_sgd_",
@@ -649,6 +665,9 @@ def main() -> None:
                     copy_gbps.setdefault(numel, []).append(copied)
                     print(row(result), flush=True)
     figures = {
+        **measured_on(),
+        "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(),
         "copy_gbps": statistics.median(copy_gbps[max(copy_gbps)]),
         "results": results,
     }

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_on import measured_on
 from torch import Tensor
 
 import ssd_allreduce as ssd
@@ -255,7 +256,8 @@ def main() -> None:
     if two_ranks is not None:
         print_table("two ranks, backward() and step()", two_ranks, with_bar=False)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"results": results, "two_ranks": two_ranks}, indent=2) + "\n")
+        figures = {**measured_on(), "results": results, "two_ranks": two_ranks}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,11 @@ Written by `python benchmarks/report.py` from JSON files in this folder, which t
 def throughput(report: dict[str, Any], image: Path) -> str:
     rates = ", ".join(dict.fromkeys(r["rate"] for r in report["results"]))
     plots.throughput(report["results"], image)
-    parts = [f"## Throughput at {rates}\n", measured(report), picture("Share of compute by method", image)]
+    parts = [
+        f"## Throughput at {rates} ({image.stem})\n",
+        measured(report),
+        picture("Share of compute by method", image),
+    ]
     for model, rate in dict.fromkeys((r["model"], r["rate"]) for r in report["results"]):
         chosen = [r for r in report["results"] if (r["model"], r["rate"]) == (model, rate)]
         rows = [
@@ -55,7 +59,8 @@ def throughput(report: dict[str, Any], image: Path) -> str:
 
 def convergence(report: dict[str, Any], image: Path) -> str:
     title = "Accuracy and time to accuracy" if "seconds_at" in report else "Accuracy"
-    parts = [f"## {title}: {report['optimizer']}, {report['dataset']}\n", measured(report)]
+    head = f"## {title}: {report['optimizer']}, {report['dataset']} ({image.stem})\n"
+    parts = [head, measured(report)]
     for shards in dict.fromkeys(row["shards"] for row in report["summary"]):
         chosen = [row for row in report["summary"] if row["shards"] == shards]
         parts += [f"### {shards} shards\n", accuracies(chosen)]
@@ -117,13 +122,14 @@ def buckets(report: dict[str, Any]) -> str:
     rows = [
         [
             r["engine"],
-            str(r["bucket_bytes"]),
+            "" if r["bucket_bytes"] is None else str(r["bucket_bytes"]),
             number(1e3 * r["seconds"], 1),
+            number(1e3 * r["cpu_seconds"], 1),
             number(1e3 * r["seconds_left_after_computing"], 1),
         ]
         for r in report["results"]
     ]
-    head = ["engine", "bucket_bytes", "allreduce, ms", "left after computing, ms"]
+    head = ["engine", "bucket_bytes", "allreduce, ms", "CPU, ms", "left after computing, ms"]
     return "\n".join(["## Buckets\n", measured(report), table(head, rows)])
 
 
@@ -148,11 +154,13 @@ def kernels(report: dict[str, Any]) -> str:
         if r["dtype"] == "float32" and r["numel"] in (largest, 10**6)
     ]
     head = "operation, layout, elements, share of copy, times as fast as foreach, as fused SGD and an add"
-    return "\n".join(["## Kernels on the CPU, float32\n", table(head.split(", "), rows)])
+    ground = measured(report)
+    return "\n".join(["## Kernels on the CPU, float32\n", ground, table(head.split(", "), rows)])
 
 
 def overhead(report: dict[str, Any]) -> str:
-    parts = ["## Bookkeeping of a step over tiny tensors\n"]
+    ground = {key: report[key] for key in report if key != "two_ranks"}
+    parts = ["## Bookkeeping of a step over tiny tensors\n", measured(ground)]
     for title, key in (
         ("In one process, `step()` alone", "results"),
         ("Two ranks, backward too", "two_ranks"),
