@@ -1,6 +1,6 @@
 """Samples a second of SSD-SGD, plain Horovod and their peers, on virtual hosts with limited links.
 
-    python benchmarks/throughput.py --json docs/throughput.json --plot docs/images/throughput.png
+    python benchmarks/throughput.py --rates 1gbit --models alexnet-like --json docs/throughput_1gbit.json
 
 As root. Two hosts of one core each, or as many as ``--hosts`` says. All methods of one model and rate are
 started at once, and only one of them runs at a time, the others being stopped by signal; they take turns,

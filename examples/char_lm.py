@@ -1,6 +1,6 @@
 """A small character-level transformer with AdamW on a text file, with Horovod, plainly or with SSD-SGD.
 
-    horovodrun -np 2 python examples/char_lm.py --text book.txt --csv log.csv
+    horovodrun --gloo -np 2 python examples/char_lm.py --text book.txt --csv log.csv
 
 The last tenth of the text is kept for validation. AdamW divides by a second moment, which is only
 settled after some steps, so that SSD-SGD begins with a warm-up of at least one synchronous step.

@@ -1,6 +1,6 @@
 """ResNet-20 on CIFAR-10 with Horovod, plainly or with SSD-SGD.
 
-    horovodrun -np 4 python examples/cifar10_resnet20.py --data-dir cifar-10-batches-bin --csv log.csv
+    horovodrun --gloo -np 4 python examples/cifar10_resnet20.py --data-dir cifar-10-batches-bin --csv log.csv
 
 SGD with momentum 0.9 and weight decay 1e-4; the learning rate follows the number of ranks, rises during
 the first epochs and is divided by 10 twice. Data are CIFAR-10's published files, in either form.

@@ -1,6 +1,6 @@
 """ResNet-50 on a folder of pictures with Horovod, plainly or with SSD-SGD, in mixed precision.
 
-    horovodrun -np 8 python examples/imagenet_resnet50.py --data-dir imagenet --checkpoints run --resume
+    horovodrun --gloo -np 8 python examples/imagenet_resnet50.py --data-dir imagenet --checkpoints run
 
 The folder holds ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or .jpeg, .png), one subfolder per class.
 """

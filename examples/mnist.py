@@ -1,6 +1,6 @@
 """Trains a small CNN on MNIST digits with Horovod, plainly or with SSD-SGD: one line apart.
 
-    horovodrun -np 2 python examples/mnist.py --optimizer ssd
+    horovodrun --gloo -np 2 python examples/mnist.py --optimizer ssd
 
 SSD-SGD needs no Horovod: torch.distributed or mpi4py carry it too.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the CUDA kernels for one GPU architecture, in an environment of its own, and looks at the
 # machine code: is every kernel there, does it load 16 bytes at a time, does it keep out of local
-# memory? Needs nvcc and about 6 GB of disk, and no GPU: nothing is run on one. Where nvcc is missing,
+# memory? Needs nvcc and about 8 GB of disk, and no GPU: nothing is run on one. Where nvcc is missing,
 # it says so and succeeds.
 #
 #   SSD_ALLREDUCE_CUDA_VENV     where the environment goes; by default .venv-cuda

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs every check: style, types, unit tests, and the distributed tests under
-# mpirun, horovodrun --gloo and horovodrun --mpi. All parts run; the status is non-zero if one failed.
+# Sets everything up and runs every check: style, types, unit tests, the distributed tests under mpirun,
+# horovodrun and torchrun, and the GPU tests where there is a GPU. All parts run; the status is non-zero if one failed.
 
 set -euo pipefail
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the extension with its CUDA kernels, runs the GPU tests and the kernel benchmark. For a machine
-# with a GPU, nvcc and a Python that has torch (a CUDA build), numpy, pytest, pytest-timeout and
-# hypothesis. Installs nothing and needs no network; what it builds goes to build/gpu.
+# with a GPU, nvcc and a Python that has torch (a CUDA build), numpy, setuptools, pytest,
+# pytest-timeout and hypothesis. Installs nothing and needs no network; what it builds goes to build/gpu.
 #
 #   SSD_ALLREDUCE_PYTHON      which Python; by default python3
 #   SSD_ALLREDUCE_GPU_JSON    where the benchmark's figures go; by default build/gpu/kernels.json

@@ -49,17 +49,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: result of ``hvd.DistributedOptimizer``, or a ``torch.optim.Optimizer``. Supported:
             ``torch.optim.SGD``, ``Adam`` and ``AdamW``, and by its own ``step()`` any other class
             that makes one update from ``p.grad`` (not ``LBFGS``).
-        delay_steps: steps in a period, k in the paper, at least 1. The gradient traffic shrinks by
-            this factor. Larger values hide slower networks and drift further; 4 to 16 are usual.
-            ``"auto"``: the smallest k and d that hide the transfer, by measuring: after the first
+        delay_steps: steps in a period, k in the paper, at least 1; 4 by default. The gradient traffic
+            shrinks by this factor. Larger values hide slower networks and drift further; 4 to 16 are
+            usual. ``"auto"``: by measuring, the smallest k that is predicted to be within 2 % of the
+            fastest, with the smallest d that hides the transfer as far as allowed: after the first
             period (of 4 steps), two periods later, and then every ``retune_periods``. All ranks change
             at once, the choice is kept in checkpoints, and ``stats()`` and the log of
             ``ssd_allreduce`` tell it.
         overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By
             default ``delay_steps // 2``, which costs no visible accuracy. 0 waits at each sync point.
             With ``delay_steps="auto"``, the largest d that may be chosen.
-        warmup_steps: steps of plain synchronous SGD at the start. Raise it where the first updates
-            are large; a few epochs' worth in the paper.
+        warmup_steps: steps of plain synchronous SGD at the start, 0 by default. Raise it where the
+            first updates are large; a few epochs' worth in the paper.
         glu: rule of the local update (Global gradient for Local Update). ``"momentum"``: the base
             optimizer's own update, its momentum seeded with the global one. ``"gradient"``:
             ``w -= c lr (alpha g + beta s + wd w)`` with ``s`` the last global mean gradient.
@@ -68,20 +69,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         alpha: weight of the local gradient in the last two-parameter rules; 1 by default.
         beta: weight of the global gradient there; 0.5 by default. Smaller is more stable.
         local_lr_scale: factor c on the local learning rate there; 1 by default.
-        issue: from which moment a gradient is final: ``"backward"`` (its hook, so that sending
-            overlaps the rest of backward) or ``"step"``. ``"step"`` is needed with a GradScaler,
+        issue: from which moment a gradient is final: ``"backward"``, the default (its hook, so that
+            sending overlaps the rest of backward), or ``"step"``. ``"step"`` is needed with a GradScaler,
             gradient clipping, or any code that edits gradients.
         named_parameters: pairs of name and parameter, for a bare optimizer. Ranks match tensors by
             name. Not needed where the optimizer's groups hold ``param_names``.
         backward_passes_per_step: backward passes before each ``step()``, for a bare optimizer.
-        compression: a Horovod compressor (``hvd.Compression.fp16``), for a bare optimizer.
+        compression: ``hvd.Compression.fp16``, or any object with ``compress(tensor)``, which returns
+            the smaller tensor and a context, and ``decompress(tensor, context)``; for a bare optimizer.
         process_set: the ``hvd.ProcessSet`` that trains together, for a bare optimizer.
         communicator: the engine: ``"horovod"``, ``"mpi"``, ``"torch"``, or an object with the methods of
             ``ssd_allreduce.communicators.Communicator``. ``"auto"``: Horovod where it is initialised, else
             ``torch.distributed`` where that is, else what the launcher (``torchrun``, ``mpirun``) asks for,
             else one rank.
-        bucket_bytes: up to which size tensors are put together into one allreduce, for engines other
-            than Horovod, which has ``HOROVOD_FUSION_THRESHOLD``. 0 for each tensor alone.
+        bucket_bytes: up to which size tensors are put together into one allreduce, 1 MiB by default, for
+            engines other than Horovod, which has ``HOROVOD_FUSION_THRESHOLD``. 0 for each tensor alone.
         max_grad_norm: clip by the 2-norm over all gradients: in warm-up the global mean, in the delay
             stage the local gradient in every step, and at completion the global mean, the same on all
             ranks. Gradients are final at ``step()`` then.
@@ -92,8 +94,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``"never"``, the default, as in Horovod.
         model: the module whose buffers are averaged.
         sparse_as_dense: make sparse gradients dense instead of refusing them, for a bare optimizer.
-        timeout: seconds that one wait for other ranks may last. Raise it where ranks pause for long
-            (evaluation on rank 0 alone).
+        timeout: seconds that one wait for other ranks may last, 600 by default. Raise it where
+            ranks pause for long (evaluation on rank 0 alone).
         trace: file for a trace in Chrome's format, which Perfetto opens: forward, backward, local and
             global updates, waiting, and each tensor's allreduce. Each rank writes one of its own
             (``trace.json``: ``trace.rank0.json``, ...; ``trace.rank0.optimizer2.json`` for a second

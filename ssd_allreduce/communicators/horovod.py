@@ -145,7 +145,7 @@ def _import_horovod() -> Any:
     except ImportError as error:
         raise UsageError(
             f"communicator='horovod' needs Horovod with PyTorch, which cannot be imported ({error}). Install "
-            "the extra: pip install 'ssd-allreduce[horovod]'."
+            "the extra: pip install 'ssd-allreduce[horovod]', or let scripts/setup.sh build it."
         ) from error
     return hvd
 

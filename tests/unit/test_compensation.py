@@ -119,7 +119,7 @@ def close(actual: Tensor, expected: Any) -> None:
 def expected_step(
     glu: str, w: Any, v: Any, g: Any, s: Any, o: SGDOptions, factor: float = 1.0
 ) -> tuple[Any, Any]:
-    """The local update of each rule, as the design gives it."""
+    """The local update of each rule, as its formula gives it."""
     g = factor * g
     if glu == "momentum":
         return sgd(w, v, g, o)
