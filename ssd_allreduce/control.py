@@ -1,9 +1,9 @@
 """The control row: what ranks tell each other beside the gradients, with every sync event.
 
 Two short float64 vectors travel. One is summed: per step of the period how many ranks contributed, how
-many ranks flush, how many have failed, and on how many other parameters are trainable than before. One
-takes the maximum of ``x`` and of ``-x``: equal extremes mean that all ranks hold the same number, and
-unequal ones name both.
+many ranks flush, how many have failed, on how many other parameters are trainable than before, and how
+many have called ``synchronize()``. One takes the maximum of ``x`` and of ``-x``: equal extremes mean that
+all ranks hold the same number, and unequal ones name both.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ControlRow:
         flushing: whether the rank is inside ``flush()``.
         failure: why the rank refuses to go on, if it does.
         regrouping: whether other parameters are trainable on the rank than when ranks agreed on them.
+        synchronizing: whether the rank is inside ``synchronize()``, after which its gradients may be edited.
     """
 
     event: int
@@ -57,6 +58,7 @@ class ControlRow:
     flushing: bool = False
     failure: Failure = Failure.NONE
     regrouping: bool = False
+    synchronizing: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class ControlResult:
         failures: ranks that refuse to go on.
         failure: the failure of the highest failing rank, and that rank.
         regrouping: ranks on which other parameters are trainable than before.
+        synchronizing: ranks inside ``synchronize()``.
     """
 
     counts: list[int]
@@ -84,6 +87,7 @@ class ControlResult:
     failures: int
     failure: tuple[Failure, int]
     regrouping: int
+    synchronizing: int
 
 
 _FAILURE_BASE = len(Failure)
@@ -114,9 +118,8 @@ class ControlCodec:
             options[0, position] = own
             options[1, position] = -own
         failed = row.failure is not Failure.NONE
-        sums = torch.tensor(
-            [*counts, *map(float, (row.flushing, failed, row.regrouping))], dtype=torch.float64
-        )
+        flags = map(float, (row.flushing, failed, row.regrouping, row.synchronizing))
+        sums = torch.tensor([*counts, *flags], dtype=torch.float64)
         code = self._rank * _FAILURE_BASE + int(row.failure) if failed else -1
         shared = torch.tensor([row.event, row.settings_digest], dtype=torch.float64)
         failure = torch.tensor([code], dtype=torch.float64)
@@ -142,6 +145,7 @@ class ControlCodec:
             if code < 0
             else (Failure(code % _FAILURE_BASE), code // _FAILURE_BASE),
             regrouping=totals[self._period + 2],
+            synchronizing=totals[self._period + 3],
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ssd_allreduce.agreement import text_digest
 from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.control import FAILURE_TEXT, ControlCodec, ControlResult, ControlRow, Failure
-from ssd_allreduce.errors import PeerFailedError, RankMismatchError
+from ssd_allreduce.errors import PeerFailedError, RankMismatchError, UsageError
 from ssd_allreduce.group_options import GroupOptions, Row
 from ssd_allreduce.reducer import Reducer
 
@@ -50,10 +50,11 @@ class ControlChannel:
         steps: Sequence[tuple[Row, bool]],
         flushing: bool = False,
         failure: Failure = Failure.NONE,
+        synchronizing: bool = False,
     ) -> None:
         """Start this rank's part of the row of a sync event whose period has at most so many steps."""
         digest = text_digest(f"{self.settings_digest} {self.loads}")
-        row = ControlRow(event, digest, steps, flushing, failure, self.regrouping)
+        row = ControlRow(event, digest, steps, flushing, failure, self.regrouping, synchronizing)
         self._reducer.send_control(*self._codec(period).encode(row))
         self._buffers.start()
 
@@ -74,12 +75,14 @@ class ControlChannel:
         Raises:
             PeerFailedError: a rank refuses to go on.
             RankMismatchError: ranks are at different events, or have agreed on different settings.
+            UsageError: a rank may edit the reduced gradient, which another uses as it is.
         """
         self.wait()
         assert self.arrived is not None
         result = self._codec(period).decode(*self.arrived)
         _refuse_failures(result, event)
         _refuse_mismatch(result, event)
+        _refuse_edits_beside_flush(result)
         self._buffers.apply()
         self.discard()
         self._warn_of_differing_options(result)
@@ -120,4 +123,16 @@ def _refuse_mismatch(result: ControlResult, event: int) -> None:
         raise RankMismatchError(
             f"At sync event {event} ranks work with different settings: one of them was constructed or "
             "loaded anew. Construct and load on all ranks alike."
+        )
+
+
+def _refuse_edits_beside_flush(result: ControlResult) -> None:
+    # A rank in flush() steps with the mean at once, and cannot know what others make of it.
+    if result.flushing and result.synchronizing:
+        raise UsageError(
+            f"{result.synchronizing} rank(s) called synchronize() in a step of the warm-up stage in which "
+            f"{result.flushing} other(s), whose data has ended, are inside flush(): gradients edited after "
+            "synchronize() would leave the ranks with different weights. Pass max_grad_norm= to clip, or "
+            "issue='step' and edit the local gradients, or make equally many steps on all ranks until "
+            "warm-up is over."
         )

@@ -139,6 +139,7 @@ class Coordinator:
         tracer.computed()
         self._refuse_if_unusable("step()")
         self.agree()
+        self._drop_overtaken_synchronize()
         plan = self._schedule.plan()
         # In warm-up every step is a sync event.
         quiet = not plan.is_sync_point and not self._schedule.in_flight
@@ -261,18 +262,29 @@ class Coordinator:
         """As Horovod's: in warm-up ``grad`` becomes the global mean; later it stays local."""
         self._refuse_if_unusable("synchronize()")
         self.agree()
+        self._drop_overtaken_synchronize()
         plan = self._schedule.plan()
         if plan.stage is Stage.WARMUP and self.warmup.synchronized is None:
             self.training.stats.stage = plan.stage
             self._check_before_step(plan, scaler=False)
             with self._ending_training_on_errors():
-                self.warmup.synchronized = self.warmup.reduce_gradients(contribute=True)
+                self.warmup.synchronize()
         self.issue_at_step()
+
+    @property
+    def _is_synchronized(self) -> bool:
+        """Whether gradients are those that ``synchronize()`` has reduced, edited or not."""
+        return self.warmup.synchronized is not None and not self._reducer.has_unreduced_gradients
+
+    def _drop_overtaken_synchronize(self) -> None:
+        """After another backward pass gradients are local again, and reduced anew, as in Horovod."""
+        if self.warmup.synchronized is not None and not self._is_synchronized:
+            self.warmup.drop_synchronized()
 
     @property
     def needs_synchronize(self) -> bool:
         """Whether a step without communication of its own would be wrong."""
-        return self._schedule.stage is Stage.WARMUP and self.warmup.synchronized is None
+        return self._schedule.stage is Stage.WARMUP and not self._is_synchronized
 
     # -- flush and adopt -------------------------------------------------------------------------
 
@@ -309,10 +321,15 @@ class Coordinator:
         return (self.warmup if stage is Stage.WARMUP else self.delay).flush_event()
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
-        if self._reducer.handed_over or self.warmup.synchronized is not None:
+        if self._reducer.handed_over:
             raise UsageError(
                 f"{call} between backward() and step(): the hooks have already sent gradients of the "
                 "step. Call step() first."
+            )
+        if self.warmup.synchronized is not None:
+            raise UsageError(
+                f"{call} between synchronize() and step(): gradients have been reduced for a step that was "
+                "not made. Call step() or zero_grad() first."
             )
 
     def adopt_weights(self) -> None:
@@ -403,8 +420,8 @@ class Coordinator:
         held = self._held_local_weights
         return [p.detach().clone() for p in (self.parameters.tensors if held is None else held)]
 
-    def refuse_zero_grad(self) -> None:
-        """Raise if the hooks have sent gradients that zeroing would make wrong."""
+    def before_zero_grad(self) -> None:
+        """Forget gradients of the step, also reduced ones; raise if the hooks have sent some of them."""
         if self._reducer.handed_over:
             raise UsageError(
                 "zero_grad() between backward() and step() at a sync point: the hooks of "
@@ -412,6 +429,8 @@ class Coordinator:
                 "backward() reaches its parameters count too). Call zero_grad() before backward() or "
                 "after step(), or pass issue='step' to ssd_allreduce.DistributedOptimizer."
             )
+        if self.warmup.synchronized is not None:
+            self.warmup.drop_synchronized()
         self._reducer.forget_passes()
 
     def optimizer_state_loaded(self) -> None:

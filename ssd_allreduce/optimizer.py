@@ -268,14 +268,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: hooks have already sent gradients of this step.
         """
-        self._engine.refuse_zero_grad()
+        self._engine.before_zero_grad()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
         """As Horovod's. In warm-up (and with ``delay_steps=1``): collective; ``p.grad`` becomes the
-        global mean, and ``step()`` uses it as you leave it. In the delay stage: sends nothing, leaves
-        the local gradient, and from then on gradients are final only at ``step()``. Calling it twice
-        does nothing more.
+        global mean, and ``step()`` uses it as you leave it; after another backward pass gradients
+        are reduced anew. In the delay stage: sends nothing, leaves the local gradient, and from then
+        on gradients are final only at ``step()``. Calling it twice does nothing more.
+
+        Raises:
+            UsageError: in warm-up, on all ranks, while another rank is inside ``flush()`` already.
         """
         self._refuse_if_closed("synchronize()")
         with torch.no_grad():

@@ -103,6 +103,8 @@ class Reducer:
         self._unit_of = {index: unit for unit in self._units for index in unit.indices}
         self.mode = HookMode.SILENT
         self.count_passes = True
+        self.has_unreduced_gradients = False
+        """Whether a backward pass has added to gradients since they were last reduced."""
         self.forbidden: str | None = None
         """Why no backward may run now, for the hooks to say."""
         self._passes = [0] * len(parameters)
@@ -163,6 +165,7 @@ class Reducer:
             gradient = self._make_dense(index, parameter)
         self._transport.advance()
         self._transport.tracer.first_hook()
+        self.has_unreduced_gradients = True
         if not self.count_passes:
             return
         self._passes[index] += 1
@@ -308,6 +311,7 @@ class Reducer:
         self._clear_units()
         # What follows may edit the reduced gradients; the hooks' records are of the local ones.
         self._handed = {}
+        self.has_unreduced_gradients = False
 
     def discard_gradients(self) -> None:
         """Wait for the gradients in flight without using them."""

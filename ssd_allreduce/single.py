@@ -69,7 +69,7 @@ class SingleProcess:
     def adopt_weights(self) -> None:
         """Local weights are the global ones."""
 
-    def refuse_zero_grad(self) -> None:
+    def before_zero_grad(self) -> None:
         """Zeroing is always allowed: nothing has been sent."""
 
     def refuse_load(self) -> None:

@@ -18,14 +18,19 @@ class WarmupStage:
         self.synchronized: ControlResult | None = None
         """What the ranks said in ``synchronize()``, until the step that uses it."""
 
-    def reduce_gradients(self, contribute: Contribution) -> ControlResult:
+    def synchronize(self) -> None:
+        """Reduce the gradients for the user to edit, before the step that uses them. Collective."""
+        self.synchronized = self._reduce_gradients(contribute=True, synchronizing=True)
+
+    def _reduce_gradients(self, contribute: Contribution, synchronizing: bool = False) -> ControlResult:
         """Make every ``grad`` the mean (or sum) over the contributing ranks. Collective."""
         training = self._training
         training.reducer.reduce_gradients(contribute)
         event = training.schedule.events
         # The host may have to wait for the device here: everything that the device has to do is queued,
         # and only the row, which is made on the host, leaves later.
-        training.control.send(event, 1, [(training.own_options(), contributes(contribute))])
+        steps = [(training.own_options(), contributes(contribute))]
+        training.control.send(event, 1, steps, synchronizing=synchronizing)
         return self._finish_gradients(event)
 
     def _finish_gradients(self, event: int) -> ControlResult:
@@ -43,12 +48,17 @@ class WarmupStage:
         """Reduce the gradients, unless that has been done, and step. Collective."""
         synchronized, self.synchronized = self.synchronized, None
         if synchronized is None:
-            self._apply(self.reduce_gradients(contribute))
+            self._apply(self._reduce_gradients(contribute))
         elif contributes(contribute):
             self._apply(synchronized)
         else:
             # The reduced gradients are equal on all ranks, and so is their overflow.
             self._training.schedule.close_warmup_event(contributed=False)
+
+    def drop_synchronized(self) -> None:
+        """Make no step of what ``synchronize()`` has reduced. On all ranks alike."""
+        self.synchronized = None
+        self._training.schedule.close_warmup_event(contributed=False)
 
     def _apply(self, result: ControlResult) -> None:
         """The base optimizer's own step on the model; left out where no rank contributed."""

@@ -50,6 +50,8 @@ def worlds(draw: Any) -> tuple[list[ControlRow], int, int]:
                 steps=steps,
                 flushing=draw(st.booleans()),
                 failure=draw(st.sampled_from([Failure.NONE, Failure.NONE, *Failure])),
+                regrouping=draw(st.booleans()),
+                synchronizing=draw(st.booleans()),
             )
         )
     return rows, period, columns
@@ -66,6 +68,8 @@ def test_every_rank_reads_what_all_have_said(world: tuple[list[ControlRow], int,
     made = [[row.steps[t] for row in rows if t < len(row.steps)] for t in range(period)]
     assert result.counts == [sum(contributed for _, contributed in steps) for steps in made]
     assert result.flushing == sum(row.flushing for row in rows)
+    assert result.regrouping == sum(row.regrouping for row in rows)
+    assert result.synchronizing == sum(row.synchronizing for row in rows)
     assert result.events == (min(r.event for r in rows), max(r.event for r in rows))
     digests = [r.settings_digest for r in rows]
     assert result.digests == (min(digests), max(digests))

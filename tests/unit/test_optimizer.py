@@ -7,14 +7,14 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from engines import RecordingEngine
+from engines import RecordingEngine, ThreadRank, on_ranks
 from loops import (
     equal,
     fill,
@@ -29,6 +29,7 @@ from loops import (
     weights,
     wrap,
 )
+from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -457,6 +458,95 @@ def test_the_clipping_recipe_reduces_once_and_clips_the_mean(issue: str, options
         train_step(plain, other, step, edit=lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
         assert equal(weights(model), weights(plain))
     assert len(engine.gradients_sent) == 4 * 4
+
+
+@pytest.mark.parametrize(
+    "zeroing", [lambda model, optimizer: optimizer.zero_grad(), lambda model, _: model.zero_grad()]
+)
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
+def test_a_step_left_out_after_synchronize_leaves_nothing_behind(
+    options: dict[str, Any], zeroing: Callable[[torch.nn.Module, ssd.DistributedOptimizer], object]
+) -> None:
+    """As a loop does that skips batches whose norm is not finite."""
+
+    def program(engine: ThreadRank, batches: Iterable[int], left_out: int | None = None) -> list[Tensor]:
+        model = small_model()
+        optimizer = wrap(model, engine, **options)
+        for batch in batches:
+            loss_of(model, batch, engine.rank).backward()
+            optimizer.synchronize()
+            if batch != left_out:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            zeroing(model, optimizer)
+        return weights(model)
+
+    first, second = on_ranks(2, lambda engine: program(engine, range(4), left_out=2))
+    expected = on_ranks(2, lambda engine: program(engine, (0, 1, 3)))[0]
+    assert equal(first, second)
+    assert equal(first, expected)
+
+
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
+def test_an_epoch_may_end_with_a_step_left_out_after_synchronize(options: dict[str, Any]) -> None:
+    model, plain = small_model(), small_model()
+    optimizer = wrap(model, Loopback(2), **options)
+    train(model, optimizer, 2)
+    train(plain, sgd(plain), 2)
+    loss_of(model, 2).backward()
+    optimizer.synchronize()
+    with pytest.raises(UsageError, match=r"Call step\(\) or zero_grad\(\) first"):
+        optimizer.flush()
+    optimizer.zero_grad()
+    optimizer.flush()
+    assert equal(weights(model), weights(plain))
+
+
+def test_a_backward_pass_after_synchronize_adds_to_the_mean_and_is_reduced_with_it() -> None:
+    def program(engine: ThreadRank) -> list[Tensor]:
+        model = small_model()
+        optimizer = wrap(model, engine, delay_steps=1)
+        loss_of(model, 0, engine.rank).backward()
+        optimizer.synchronize()
+        loss_of(model, 1, engine.rank).backward()
+        with optimizer.skip_synchronize(), pytest.raises(UsageError, match=r"Call synchronize\(\) first"):
+            optimizer.step()
+        optimizer.step()
+        return weights(model)
+
+    plain = small_model()
+    other = sgd(plain)
+    for step in range(2):
+        for rank in range(2):
+            (loss_of(plain, step, rank) / 2).backward()
+    other.step()
+    first, second = on_ranks(2, program)
+    assert equal(first, second)
+    for ours, theirs in zip(first, weights(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
+def test_editing_the_mean_while_another_rank_flushes_is_refused_on_both(options: dict[str, Any]) -> None:
+    def program(engine: ThreadRank) -> UsageError | None:
+        model = small_model()
+        optimizer = wrap(model, engine, **options)
+        try:
+            for step in range(2 + engine.rank):
+                loss_of(model, step, engine.rank).backward()
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                optimizer.zero_grad()
+            optimizer.flush()
+        except UsageError as error:
+            return error
+        return None
+
+    for error in on_ranks(2, program):
+        assert "1 rank(s) called synchronize()" in str(error)
+        assert "Pass max_grad_norm= to clip" in str(error)
 
 
 def test_in_the_delay_stage_synchronize_sends_nothing_and_lets_gradients_be_edited() -> None:
