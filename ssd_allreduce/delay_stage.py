@@ -225,6 +225,7 @@ class DelayStage:
         """Forget the current period and what has arrived of the last."""
         self._training.reducer.buffers.drop()
         self._training.control.discard()
+        self._training.stats.dropped()
         self.period_steps = []
         self.steps_since_sync = []
         self._undecided = None

@@ -78,7 +78,8 @@ class StatsRecorder:
         self.stage = Stage.WARMUP
         """The stage that new counts belong to."""
         self._last_completed: int | None = None
-        self._issued_at = 0.0
+        self._issued_at: float | None = None
+        """When what is in flight was sent; None where nothing is, or where it came from a checkpoint."""
         self._last_step_end: float | None = None
         self._elsewhere = 0.0
         """Seconds since the last step's end that were no computation."""
@@ -115,7 +116,13 @@ class StatsRecorder:
     def completed(self, event: int) -> None:
         """The sync event in flight has been waited for and used."""
         self._last_completed = event
-        self._stages[self.stage].in_flight_seconds += time.monotonic() - self._issued_at
+        if self._issued_at is not None:
+            self._stages[self.stage].in_flight_seconds += time.monotonic() - self._issued_at
+        self._issued_at = None
+
+    def dropped(self) -> None:
+        """What was in flight will never complete: another event may take its place."""
+        self._issued_at = None
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -54,6 +55,39 @@ def test_stages_are_counted_apart_and_the_period_is_told() -> None:
 
 def test_overlap_without_any_transfer_is_zero() -> None:
     assert StageStats().overlap == 0.0
+
+
+IN_FLIGHT = {"delay_steps": 4, "overlap_steps": 2}
+
+
+def test_what_was_in_flight_in_a_checkpoint_counts_no_time_in_flight() -> None:
+    """Nobody knows here how long it travelled, and the clock does not begin with the process."""
+    model, heir = small_model(), small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.0), **IN_FLIGHT)
+    for step in range(5):
+        train_step(model, optimizer, step)
+    resumed = wrap(heir, SlowLoopback(2, 0.0), **IN_FLIGHT)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_step(heir, resumed, 5)
+    assert resumed.stats().delay.in_flight_seconds == 0.0
+    for step in range(6, 10):
+        train_step(heir, resumed, step)
+    assert 0.0 < resumed.stats().delay.in_flight_seconds < 5.0
+
+
+def test_a_sync_point_that_a_load_has_dropped_counts_no_time_in_flight() -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.0), **IN_FLIGHT)
+    for step in range(5):
+        train_step(model, optimizer, step)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for step in range(5, 8):
+        train_step(model, optimizer, step)
+    before = optimizer.stats().delay.in_flight_seconds
+    time.sleep(PAUSE)
+    optimizer.load_state_dict(saved)
+    train_step(model, optimizer, 5)
+    assert optimizer.stats().delay.in_flight_seconds == before
 
 
 def test_recent_computation_is_that_of_undisturbed_steps_where_there_are_any() -> None:
