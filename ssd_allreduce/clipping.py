@@ -18,7 +18,9 @@ def clip_coefficient(gradients: Sequence[Tensor], scale: float, max_norm: float)
     As ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
     """
     norms = torch._foreach_norm([gradient.to(compute_dtype(gradient.dtype)) for gradient in gradients])
-    norm = float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))) * scale
+    # On one device: a model may lie on several, and numbers are put together on one alone.
+    together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    norm = float(torch.linalg.vector_norm(together)) * scale
     return min(1.0, max_norm / (norm + _TINY))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ssd_allreduce as ssd
+from ssd_allreduce.clipping import clip_gradients
 
 STEPS = 14
 Optimizers = Callable[[Any], torch.optim.Optimizer]
@@ -97,6 +98,18 @@ def test_a_changed_gradient_is_noticed_on_the_gpu() -> None:
     gradient.data.mul_(0.5)
     with pytest.raises(ssd.GradientChangedError, match="issue='step'"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_gradients_on_two_devices_are_clipped_by_their_common_norm(devices: tuple[str, str]) -> None:
+    parameters = []
+    for device, value in zip(devices, (3.0, 4.0), strict=True):
+        parameter = torch.nn.Parameter(torch.zeros(1, device=device))
+        parameter.grad = torch.full((1,), value, device=device)
+        parameters.append(parameter)
+    clip_gradients(parameters, 1.0)
+    assert [float(p.grad) for p in parameters] == pytest.approx([0.6, 0.8])  # type: ignore[arg-type]
+    assert [p.grad.device.type for p in parameters] == list(devices)  # type: ignore[union-attr]
 
 
 def test_a_gradient_scaler_s_overflow_contributes_nothing() -> None:
