@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -193,8 +194,18 @@ class Coordinator:
         if problem is None:
             return
         if plan.is_sync_point:
+            self._end_training(problem, failure)
+        raise problem
+
+    def _end_training(self, problem: SSDError, failure: Failure) -> NoReturn:
+        """Raise this rank's own error, of which the others hear as far as they still can."""
+        try:
             self._announce_failure(failure)
-            self._fail(problem)
+        except SSDError as unheard:
+            # What is left to do here depends on the engine; what is to be mended, on the rank's own error.
+            self._fail(unheard)
+            raise problem from unheard
+        self._fail(problem)
         raise problem
 
     def _announce_failure(self, failure: Failure) -> None:
@@ -299,9 +310,7 @@ class Coordinator:
         self.agree()
         problem = self._guard.find_change("flush()")
         if problem is not None:
-            self._announce_failure(Failure.WEIGHTS_CHANGED)
-            self._fail(problem)
-            raise problem
+            self._end_training(problem, Failure.WEIGHTS_CHANGED)
         with self._ending_training_on_errors():
             if self._schedule.in_flight:
                 self.delay.complete()

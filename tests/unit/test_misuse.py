@@ -27,6 +27,7 @@ from loops import (
 import ssd_allreduce as ssd
 from ssd_allreduce import (
     BackwardPassesError,
+    CommunicationError,
     CommunicationTimeoutError,
     GradientChangedError,
     Loopback,
@@ -394,6 +395,32 @@ def test_the_other_ranks_hear_of_weights_changed_before_a_flush() -> None:
 
     outcomes = run_ranks(2, program)
     assert [type(o.value) for o in outcomes] == [PeerFailedError, WeightsChangedError], outcomes
+
+
+def nobody_answers(engine: RecordingEngine) -> None:
+    engine.hangs = lambda name: True
+
+
+def another_rank_has_ended(engine: RecordingEngine) -> None:
+    engine.refuses = lambda name: True
+
+
+@pytest.mark.parametrize("engine_fails", [nobody_answers, another_rank_has_ended])
+@pytest.mark.parametrize("options", [DELAY, WARMUP])
+@pytest.mark.parametrize("call", ["step()", "flush()"])
+def test_the_own_error_is_raised_also_where_the_others_cannot_hear_of_it(
+    call: str, options: dict[str, Any], engine_fails: Callable[[RecordingEngine], None]
+) -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, issue="step", timeout=0.05, **options)
+    train(model, optimizer, SYNC_POINT)
+    fill(model, 0.0)
+    engine_fails(engine)
+    with pytest.raises(WeightsChangedError, match=r"adopt_weights\(\) on all ranks") as caught:
+        optimizer.step() if call == "step()" else optimizer.flush()
+    assert isinstance(caught.value.__cause__, CommunicationError)
+    with pytest.raises(UsageError, match="The engine cannot be used any more: restart from the last"):
+        optimizer.step()
 
 
 def test_the_other_ranks_hear_of_a_failure_after_synchronize() -> None:
