@@ -7,6 +7,7 @@ final (warm-up); adding it to the accumulator and handing that over (sync points
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,10 @@ class Reducer:
         self.buffers = Accumulators(parameters, with_squares)
         self._control: list[Pending] = []
         self._sequence_announced = False
+        # Autograd has a thread for each device, and the hooks of a model on several run side by side: an
+        # operation may not leave while another thread's hook still announces the sequence. Engines take
+        # locks of their own inside, and never call back.
+        self._handing_over = threading.Lock()
         self._hooks = [self._attach(i, p) for i, p in enumerate(parameters.tensors)]
 
     def set_period(self, steps: int) -> None:
@@ -177,7 +182,8 @@ class Reducer:
                 "or pass issue='step' so that a gradient is final only at step()."
             )
         if self._passes[index] == self._announced and self.mode is not HookMode.SILENT:
-            with torch.no_grad(), self._transport.tracer.span(f"hook {self._parameters.names[index]}"):
+            span = self._transport.tracer.span(f"hook {self._parameters.names[index]}")
+            with self._handing_over, torch.no_grad(), span:
                 self._on_final_gradient(index, gradient)
 
     def _make_dense(self, index: int, parameter: Tensor) -> Tensor:

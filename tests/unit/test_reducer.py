@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import pytest
 import torch
-from engines import RecordingEngine
+from engines import OrderedThreadRank, RecordingEngine, World
 from loops import equal, global_weights, loss_of, sgd, small_model, train, train_step, weights, wrap
 from torch import Tensor, nn
 
 from ssd_allreduce import Loopback
 from ssd_allreduce.communicators import ReduceOp
+from ssd_allreduce.communicators.ordered import Ordered
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.reducer import HookMode, Reducer
 from ssd_allreduce.statistics import StatsRecorder
@@ -286,10 +289,10 @@ class Alone:
         self.engine = RecordingEngine(2)
         self.parameters = parameters or [nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)]
         names = {p: "abc"[i] for i, p in enumerate(self.parameters)}
-        transport = Transport(self.engine, "ssd.1", 5.0, StatsRecorder())
+        self.transport = Transport(self.engine, "ssd.1", 5.0, StatsRecorder())
         self.reducer = Reducer(
             Parameters([{"params": list(self.parameters)}], names),
-            transport,
+            self.transport,
             wire or WireFormat(),
             groups,
             passes,
@@ -334,6 +337,39 @@ def test_tensors_outside_any_group_leave_on_their_own() -> None:
     assert [sent.sizes for sent in alone.engine.sent] == [(3,), (2,), (1,)]
     alone.reducer.finish_gradients()
     assert alone.engine.open_operations == []
+
+
+class SlowToAnnounce(Ordered):
+    """Keeps who announces waiting, as its lock may, and records who calls it meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedThreadRank(World(1), 0), bucket_bytes=0, timeout=5.0)
+        self.calls: list[str] = []
+
+    def announce(self, sequence: Sequence[tuple[str, int]]) -> None:
+        time.sleep(0.1)
+        self.calls.append("announce")
+        super().announce(sequence)
+
+    def allreduce_async(self, tensors: Sequence[Tensor], name: str, *rest: Any) -> Any:
+        self.calls.append(name)
+        return super().allreduce_async(tensors, name, *rest)
+
+
+@pytest.mark.parametrize("mode", [HookMode.REDUCE_GRADIENT, HookMode.REDUCE_ACCUMULATOR])
+def test_hooks_in_several_threads_hand_nothing_over_before_the_sequence_is_announced(mode: HookMode) -> None:
+    """As of a model on several devices, each of which has a thread for its backward."""
+    alone, engine = Alone(wire=WireFormat(op=ReduceOp.SUM)), SlowToAnnounce()
+    alone.transport.communicator = engine
+    alone.reducer.mode = mode
+    threads = [threading.Thread(target=alone.backward, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    suffix = "gradient" if mode is HookMode.REDUCE_GRADIENT else "accumulated"
+    assert engine.calls[0] == "announce"
+    assert sorted(engine.calls[1:]) == [f"ssd.1.{name}.{suffix}" for name in "abc"]
 
 
 def test_the_predivide_factor_is_split_as_horovod_splits_it() -> None:
