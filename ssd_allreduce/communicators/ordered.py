@@ -31,7 +31,7 @@ from ssd_allreduce.communicators.protocol import (
     wait_until,
 )
 from ssd_allreduce.communicators.staging import HostStage
-from ssd_allreduce.errors import SequenceMismatchError, SSDError
+from ssd_allreduce.errors import SequenceMismatchError
 
 _DIGEST_BYTES = 6  # exact in a float64
 _HEADER_POLL_SECONDS = 1e-3
@@ -195,7 +195,9 @@ class Ordered:
         """Send as much of what waits as may leave now."""
         try:
             self._send_what_may_leave()
-        except SSDError as error:
+        except Exception as error:
+            # Whatever it was (memory that ran out while a bucket was filled): what stopped half-way may
+            # not be tried again, by the thread least of all, and then leave incomplete.
             self._progress.fail(error)
             raise
         self._keep_polling()

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from engines import OrderedThreadRank, Outcome, ThreadRank, on_ranks, run_ranks
+from engines import OrderedThreadRank, Outcome, ThreadRank, World, on_ranks, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import equal, small_model, train, weights, wrap
 from torch import Tensor
 
 import ssd_allreduce as ssd
-from ssd_allreduce import CommunicationTimeoutError, SequenceMismatchError
-from ssd_allreduce.communicators import Capabilities, Handle, ReduceOp
+from ssd_allreduce import CommunicationError, CommunicationTimeoutError, SequenceMismatchError
+from ssd_allreduce.communicators import Capabilities, Handle, ReduceOp, buckets
 from ssd_allreduce.communicators.buckets import divide
 from ssd_allreduce.communicators.ordered import Ordered, matched_by_name
 
@@ -277,10 +277,37 @@ def test_no_thread_is_left_when_nothing_is_in_flight() -> None:
         optimizer.step()
 
     on_ranks(2, program, OrderedThreadRank)
+    join_progress_threads()
+
+
+def join_progress_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == "ssd_allreduce-progress":
             thread.join(10.0)
             assert not thread.is_alive()
+
+
+def test_a_bucket_that_could_not_be_filled_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = OrderedThreadRank(World(1), 0)
+    engine = Ordered(rank, bucket_bytes=100, timeout=5.0)
+    tensors = [torch.ones(2), torch.ones(3), torch.ones(2).double(), torch.ones(3).double()]
+    join = buckets.join
+
+    def out_of_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        if dtype is torch.float64:
+            raise RuntimeError("out of memory")
+        return join(tensors, dtype)
+
+    monkeypatch.setattr(buckets, "join", out_of_memory)
+    engine.announce([(name, 16) for name in "abcd"])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for name, tensor in zip("abcd", tensors, strict=True):
+            engine.allreduce_async([tensor], name, ReduceOp.SUM, prescale=0.5)
+    monkeypatch.undo()
+    join_progress_threads()
+    with pytest.raises(CommunicationError, match="The engine failed: out of memory"):
+        engine.allreduce_async([torch.ones(2)], "e", ReduceOp.SUM)
+    assert rank.channels[0].sent == ["header"]
 
 
 class OnlyCallsRank(OrderedThreadRank):
