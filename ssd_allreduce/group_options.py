@@ -76,7 +76,7 @@ class GroupOptions:
         return tuple(values)
 
     def write(self, groups: Groups, row: Row) -> None:
-        """Put a row's values into groups, each in the type of the value that it replaces."""
+        """Put a row's values into groups, each in the type of what it replaces where that can hold it."""
         for slot, number in zip(self._slots, row, strict=True):
             _write(groups[slot.group], slot, number)
 
@@ -125,7 +125,13 @@ def _write(group: dict[str, Any], slot: _Slot, number: float) -> None:
 
 
 def _like(old: Any, number: float) -> Any:
-    """The number in the type of the value that it stands in for."""
+    """The number in the type of the value that it stands in for, or as a float where an int cannot hold it.
+
+    Groups hold ints where users write ``lr=1``, and torch itself ``momentum=0``: an int says nothing of
+    the values that a scheduler puts there.
+    """
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, number)
+    if isinstance(old, int) and not isinstance(old, bool) and not number.is_integer():
+        return number
     return type(old)(number)

@@ -86,6 +86,15 @@ def test_written_values_have_the_type_of_what_they_stand_in_for() -> None:
         assert inside["name"] == "first"
 
 
+def test_an_int_makes_way_for_a_fraction_and_is_back_afterwards() -> None:
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 1, "betas": (0, 0.9)}]
+    options = GroupOptions(groups, ("lr", "betas"))
+    with options.written(groups, (0.7, 0.25, 0.5)):
+        assert options.read(groups) == (0.7, 0.25, 0.5)
+    assert groups[0] == {"params": [], "lr": 1, "betas": (0, 0.9)}
+    assert isinstance(groups[0]["lr"], int)
+
+
 def test_the_own_values_are_back_afterwards_as_the_same_objects() -> None:
     groups = [group(lr=torch.tensor(0.25))]
     options = GroupOptions(groups, OPTIONS)

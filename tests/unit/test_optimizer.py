@@ -321,6 +321,26 @@ def test_a_learning_rate_that_is_a_tensor_counts_by_its_value_in_each_step() -> 
     assert optimizer.param_groups[0]["lr"] is rate
 
 
+def adadelta(lr: float) -> tuple[torch.nn.Module, ssd.DistributedOptimizer]:
+    model = small_model()
+    base = torch.optim.Adadelta(model.parameters(), lr=lr)
+    return model, wrap(model, Loopback(2), base, warmup_steps=1, delay_steps=2, overlap_steps=1)
+
+
+def test_a_learning_rate_given_as_an_int_can_be_lowered_to_a_fraction() -> None:
+    """Adadelta is stepped on copies of its groups, which keep the int that the user gave."""
+    (model, optimizer), (scripted, other) = adadelta(lr=1), adadelta(lr=1.0)
+    for step in range(9):
+        if step == 3:
+            optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.5
+        before = weights(model) + global_weights(model, optimizer)
+        train_step(model, optimizer, step)
+        train_step(scripted, other, step)
+        after = weights(model) + global_weights(model, optimizer)
+        assert equal(after, weights(scripted) + global_weights(scripted, other))
+        assert not equal(after, before)
+
+
 # -- GradScaler ----------------------------------------------------------------------------------
 
 
