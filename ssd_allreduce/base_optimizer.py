@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ssd_allreduce.errors import UsageError
 
 ENTRY = "ssd_allreduce"
 """Key of the wrapper's own entry in an optimizer's state, where all other keys are parameters."""
+
+InitialState: TypeAlias = Callable[[Tensor, dict[str, Any]], dict[str, Any]]
+"""Gives the state that a first step would create, of a parameter and its group."""
 
 
 def optimizers_sharing_groups(optimizer: Optimizer) -> list[Optimizer]:
@@ -119,8 +122,6 @@ class BaseOptimizer:
         self.share_with(optimizer)
         if self._horovod_wrapped:
             horovod.silence(self.given)
-        if entry is not None and entry["state_is_initial"]:
-            self.regard_state_as_initial()
         self.on_load(entry)
 
     def take_over(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> dict[str, Any] | None:
@@ -172,7 +173,7 @@ class BaseOptimizer:
         """The options that the optimizer's code reads from its groups."""
         return tuple(self.given.defaults)
 
-    def materialise_state(self, initial: Callable[[Tensor, dict[str, Any]], dict[str, Any]]) -> None:
+    def materialise_state(self, initial: InitialState) -> None:
         """Create the state that the first step would create, so that a broadcast finds it.
 
         ``hvd.broadcast_optimizer_state`` sends what ``state_dict()`` holds; a rank with no state yet
@@ -189,26 +190,38 @@ class BaseOptimizer:
                         self.state[parameter] = entry
                         self._materialised[parameter] = _owned(entry)
 
-    @property
-    def state_is_initial(self) -> bool:
-        """Whether state was created for a broadcast, and no step has been made since."""
-        return bool(self._materialised)
+    def initial_state_places(self) -> list[int]:
+        """The parameters, as state dicts number them, whose state was created and never overwritten."""
+        return [place for place, p in enumerate(self._all_parameters()) if self._is_as_created(p)]
 
-    def regard_state_as_initial(self) -> None:
-        """The present state is what was created for a broadcast, stored and loaded."""
-        self._materialised = {p: _owned(entry) for p, entry in self.state.items()}
+    def regard_state_as_initial(self, places: Iterable[int]) -> None:
+        """The present state of these parameters is what was created for a broadcast, stored and loaded."""
+        parameters = self._all_parameters()
+        for parameter in (parameters[place] for place in places):
+            if parameter in self.state:
+                self._materialised[parameter] = _owned(self.state[parameter])
+
+    def places_with_state_like(self, initial: InitialState) -> list[int]:
+        """The parameters whose state is what :meth:`materialise_state` would create."""
+        members = [(p, group) for group in self.groups for p in group["params"]]
+        return [
+            place
+            for place, (p, group) in enumerate(members)
+            if p in self.state and _same_entry(self.state[p], initial(p, group))
+        ]
 
     def discard_materialised_state(self) -> None:
         """Drop created state that nothing has overwritten: first steps tell none from zero."""
-        for parameter, created in self._materialised.items():
-            entry = self.state.get(parameter, {})
-            untouched = entry.keys() == created.keys() and all(
-                torch.equal(entry[key], value) if isinstance(value, Tensor) else entry[key] == value
-                for key, value in created.items()
-            )
-            if untouched:
-                del self.state[parameter]
+        for parameter in list(filter(self._is_as_created, self._materialised)):
+            del self.state[parameter]
         self._materialised = {}
+
+    def _is_as_created(self, parameter: Tensor) -> bool:
+        created = self._materialised.get(parameter)
+        return created is not None and _same_entry(self.state.get(parameter, {}), created)
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.groups for parameter in group["params"]]
 
     def release(self) -> None:
         """Give the objects under the wrapper their own behaviour back."""
@@ -224,6 +237,17 @@ def _owned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _owned(item) for key, item in value.items()}
     return value
+
+
+def _same_entry(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # Step counts may lie on another device after a load.
+        return torch.equal(one, other.to(one))
+    return type(one) is type(other) and bool(one == other)
 
 
 def refuse_differentiable(groups: Iterable[dict[str, Any]]) -> None:

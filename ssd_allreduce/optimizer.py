@@ -196,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _connect_engine(self) -> None:
         self._base.before_load = partial(_check_load, self._engine, self._family)
-        self._base.on_load = partial(_follow_load, self._engine)
+        self._base.on_load = partial(_follow_load, self._engine, self._family)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
         self._release = weakref.finalize(self, _release, self._engine, self._base)
         self._release.atexit = False
@@ -395,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._base.materialise_state(self._family.initial_state)
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
-        packed["state"][ENTRY] = {**entry, "state_is_initial": self._base.state_is_initial}
+        packed["state"][ENTRY] = {**entry, "state_is_initial": self._base.initial_state_places()}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -415,9 +415,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
-        if entry is not None and entry["state_is_initial"]:
-            self._base.regard_state_as_initial()
-        _restore(self._engine, entry)
+        _restore(self._engine, self._family, entry)
 
     def _refuse_between_backward_and_step(self, call: str) -> None:
         if isinstance(self._engine, Coordinator) and self._engine.training.reducer.handed_over:
@@ -490,19 +488,33 @@ def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict:
         checkpoint.check(entry, engine.parameters)
 
 
-def _follow_load(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
+def _follow_load(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:
     """Follow a load through the user's or Horovod's optimizer."""
     if entry is None:
         engine.optimizer_state_loaded()
         return
-    _restore(engine, copy.deepcopy(entry))
+    _restore(engine, family, copy.deepcopy(entry))
 
 
-def _restore(engine: Coordinator | SingleProcess, entry: dict[str, Any] | None) -> None:
+def _restore(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:
+    if entry is not None:
+        family.base.regard_state_as_initial(_initial_places(entry, family))
     if isinstance(engine, SingleProcess):
         engine.load_checkpoint(entry)
     else:
         checkpoint.restore(engine, entry)
+
+
+def _initial_places(entry: dict[str, Any], family: Family) -> list[int]:
+    """The parameters whose loaded state was created for a broadcast."""
+    stored: bool | list[int] = entry["state_is_initial"]
+    if isinstance(stored, list):
+        return stored
+    if not stored:
+        return []
+    # One flag for all parameters is set also where only some had their state created.
+    with torch.no_grad():
+        return family.base.places_with_state_like(family.initial_state)
 
 
 def _refuse_wrong_optimizer(kind: type, optimizer: object) -> None:

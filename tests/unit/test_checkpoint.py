@@ -337,6 +337,52 @@ def test_a_checkpoint_of_plain_training_can_be_loaded(size: int) -> None:
     assert equal(weights(model), weights(plain))
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved by rank")
+@pytest.mark.parametrize("through", ["the wrapper", "the user's own"])
+@pytest.mark.parametrize("flag", ["of each parameter", "of all"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("base", ["momentum", "adamw", "nadam"])
+def test_state_created_for_one_parameter_does_not_cost_the_others_theirs(
+    base: str, size: int, flag: str, through: str
+) -> None:
+    """One that never had a gradient has no state, until it is asked for to be broadcast or saved."""
+    plain, between, model = small_model(), small_model(), small_model()
+    other = OPTIMIZERS[base](plain.parameters())
+    for step in range(3):
+        train_step(plain, other, step, edit=lambda: setattr(plain[2].bias, "grad", None))
+    options = {"delay_steps": 4, "overlap_steps": 1, "warmup_steps": 9}
+    courier = wrap(between, Loopback(2), OPTIMIZERS[base](between.parameters()), **options)
+    between.load_state_dict(plain.state_dict())
+    courier.load_state_dict(other.state_dict())
+    saved = through_a_file(courier.state_dict())
+    if flag == "of all":
+        saved["state"]["ssd_allreduce"]["state_is_initial"] = True
+
+    user = OPTIMIZERS[base](model.parameters())
+    optimizer = wrap(model, Loopback(size), user, **options)
+    (user if through == "the user's own" else optimizer).load_state_dict(saved)
+    assert set(optimizer.state) == set(model.parameters())
+    train(model, optimizer, 3, first=3)
+    train(plain, other, 3, first=3)
+    assert equal(weights(model), weights(plain))
+    assert same(optimizer.state_dict()["state"][0], other.state_dict()["state"][0])
+
+
+def test_state_that_a_broadcast_has_brought_is_saved_as_real() -> None:
+    model, heir, plain = small_model(), small_model(), small_model()
+    optimizer, resumed = wrap(model, Loopback(2), delay_steps=1), wrap(heir, Loopback(2), delay_steps=1)
+    # As hvd.broadcast_optimizer_state writes another rank's momentum, in place.
+    for entry in list(optimizer.state_dict()["state"].values())[:-1]:
+        entry["momentum_buffer"].fill_(2.0)
+    saved = through_a_file(optimizer.state_dict())
+    resumed.load_state_dict(saved)
+    other = sgd(plain)
+    other.load_state_dict(saved)
+    train(heir, resumed, 2)
+    train(plain, other, 2)
+    assert equal(weights(heir), weights(plain))
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
 def test_while_synchronous_model_and_optimizer_are_loaded_in_any_order(
