@@ -142,6 +142,14 @@ class BaseOptimizer:
         self._materialised = {}
         return None if entry is None else dict(entry)
 
+    def complete_loaded_state(self) -> None:
+        """Let the user's class mend what was loaded, as the end of its own ``load_state_dict()`` does.
+
+        torch's classes give groups of older checkpoints the options that these lack, make tensors of
+        step counts, and AdamW marks its groups as its own, from whichever class they come.
+        """
+        self.given.__setstate__({"state": self.state, "param_groups": self.groups})
+
     def step(self, instance: Optimizer | None = None) -> None:
         """One step of the user's own optimizer code; runs no hooks.
 

@@ -415,6 +415,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": state})
         self._base.take_over(self.param_groups, self.state)
         self._base.share_with(self)
+        self._base.complete_loaded_state()
         _restore(self._engine, self._family, entry)
 
     def _refuse_between_backward_and_step(self, call: str) -> None:

@@ -383,6 +383,47 @@ def test_state_that_a_broadcast_has_brought_is_saved_as_real() -> None:
     assert equal(weights(heir), weights(plain))
 
 
+def of_a_torch_without_the_option(saved: dict[str, Any]) -> None:
+    del saved["param_groups"][0]["decoupled_weight_decay"]
+
+
+def of_adam(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["decoupled_weight_decay"] = False
+
+
+def of_a_torch_that_counted_steps_in_numbers(saved: dict[str, Any]) -> None:
+    for entry in saved["state"].values():
+        entry["step"] = int(entry["step"])
+
+
+@pytest.mark.parametrize(
+    "make_older", [of_a_torch_without_the_option, of_adam, of_a_torch_that_counted_steps_in_numbers]
+)
+@pytest.mark.parametrize("through", ["the wrapper", "the user's own"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_class_mends_in_its_own_load_is_mended_in_a_load_through_the_wrapper(
+    size: int, through: str, make_older: Callable[[dict[str, Any]], None]
+) -> None:
+    def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
+
+    trained, plain, model = small_model(), small_model(), small_model()
+    first = adamw(trained)
+    train(trained, first, 3)
+    saved = copy.deepcopy(first.state_dict())
+    make_older(saved)
+    other, user = adamw(plain), adamw(model)
+    optimizer = wrap(model, Loopback(size), user, warmup_steps=9)
+    other.load_state_dict(saved)
+    (user if through == "the user's own" else optimizer).load_state_dict(saved)
+    assert same(optimizer.state_dict()["param_groups"], other.state_dict()["param_groups"])
+    assert user.param_groups is optimizer.param_groups
+    assert user.state is optimizer.state
+    train(model, optimizer, 3)
+    train(plain, other, 3)
+    assert equal(weights(model), weights(plain))
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("options", [{"delay_steps": 1}, {"warmup_steps": 9}])
 def test_while_synchronous_model_and_optimizer_are_loaded_in_any_order(
