@@ -9,7 +9,7 @@ state here, also after a load.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -218,10 +218,24 @@ class BaseOptimizer:
             if p in self.state and _same_entry(self.state[p], initial(p, group))
         ]
 
-    def discard_materialised_state(self) -> None:
-        """Drop created state that nothing has overwritten: first steps tell none from zero."""
-        for parameter in list(filter(self._is_as_created, self._materialised)):
-            del self.state[parameter]
+    @property
+    def has_materialised_state(self) -> bool:
+        """Whether state was created for a broadcast, and no step has been made since."""
+        return bool(self._materialised)
+
+    def has_real_state(self) -> list[bool]:
+        """Of each parameter: whether it has state that was not just created here."""
+        return [bool(self.state.get(p)) and not self._is_as_created(p) for p in self._all_parameters()]
+
+    def discard_materialised_state(self, keep: Collection[int] = ()) -> None:
+        """Drop created state that nothing has overwritten: first steps tell none from zero.
+
+        Args:
+            keep: places of parameters whose state is real on another rank, which may have sent zeros.
+        """
+        for place, parameter in enumerate(self._all_parameters()):
+            if place not in keep and self._is_as_created(parameter):
+                del self.state[parameter]
         self._materialised = {}
 
     def _is_as_created(self, parameter: Tensor) -> bool:

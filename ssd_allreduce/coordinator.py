@@ -84,7 +84,7 @@ class Coordinator:
         """Compare all ranks before the first step, and before the first after a load. Collective."""
         if self._agreed:
             return
-        self.training.base.discard_materialised_state()
+        self._discard_created_state()
         self._restart_period_on_all_ranks_if_any_must()
         self.training.control.settings_digest = agreement.compare_ranks(
             self._describe(),
@@ -100,6 +100,25 @@ class Coordinator:
 
     def _reduce_named(self, prefix: str, tensor: Tensor, name: str, op: ReduceOp) -> Tensor:
         return self.training.transport.reduce_now(tensor, f"{prefix}.{name}", op)
+
+    def _discard_created_state(self) -> None:
+        """Drop state that was created for a broadcast, but not where any rank's is real.
+
+        A rank that received zeros has what it had created. It must keep them, as the one that sent them
+        does: first steps tell none from zero.
+        """
+        base = self.training.base
+        real = base.has_real_state()
+        count = len(real)
+        summary = torch.tensor([float(base.has_materialised_state), count, -count], dtype=torch.float64)
+        created, most, least = self._reduce_named("agreement", summary, "created", ReduceOp.MAX).tolist()
+        keep: set[int] = set()
+        # Ranks with other numbers of parameters are told so by the comparison.
+        if created and most == -least:
+            real_anywhere = torch.tensor(real, dtype=torch.float64)
+            self._reduce_named("agreement", real_anywhere, "real", ReduceOp.MAX)
+            keep = set(real_anywhere.nonzero().flatten().tolist())
+        base.discard_materialised_state(keep)
 
     def _restart_period_on_all_ranks_if_any_must(self) -> None:
         must = torch.tensor([float(self.needs_new_period)], dtype=torch.float64)

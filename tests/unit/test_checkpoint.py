@@ -383,6 +383,53 @@ def test_state_that_a_broadcast_has_brought_is_saved_as_real() -> None:
     assert equal(weights(heir), weights(plain))
 
 
+def broadcast_state(optimizer: ssd.DistributedOptimizer, engine: ThreadRank) -> None:
+    """As hvd.broadcast_optimizer_state: every tensor of the state, in place."""
+    saved = optimizer.state_dict()
+    for place, entry in ((k, v) for k, v in saved["state"].items() if isinstance(k, int)):
+        for key, value in entry.items():
+            engine.broadcast(value, 0, f"state.{place}.{key}", 10.0)
+
+
+def test_a_momentum_of_zero_that_one_rank_loaded_and_broadcast_is_kept_by_all() -> None:
+    """With dampening, a momentum of zero is not the same as none."""
+    trained, plain = small_model(), small_model()
+    first, other = sgd(trained, dampening=0.5), sgd(plain, dampening=0.5)
+    for step in range(3):
+        train_step(trained, first, step, edit=lambda: trained[2].bias.grad.zero_())
+    saved = through_a_file(first.state_dict())
+    assert not saved["state"][3]["momentum_buffer"].any()
+
+    def program(engine: ThreadRank) -> list[Tensor]:
+        model = small_model()
+        optimizer = wrap(model, engine, sgd(model, dampening=0.5), delay_steps=1)
+        if engine.rank == 0:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        broadcast_state(optimizer, engine)
+        train(model, optimizer, 3)
+        return weights(model)
+
+    results = on_ranks(2, program)
+    other.load_state_dict(saved)
+    train(plain, other, 3)
+    assert all(equal(result, weights(plain)) for result in results)
+
+
+def test_state_that_one_rank_alone_created_is_dropped() -> None:
+    plain = small_model()
+    train(plain, sgd(plain, dampening=0.5), 3)
+
+    def program(engine: ThreadRank) -> list[Tensor]:
+        model = small_model()
+        optimizer = wrap(model, engine, sgd(model, dampening=0.5), delay_steps=1)
+        if engine.rank == 1:
+            optimizer.state_dict()
+        train(model, optimizer, 3)
+        return weights(model)
+
+    assert all(equal(result, weights(plain)) for result in on_ranks(2, program))
+
+
 def of_a_torch_without_the_option(saved: dict[str, Any]) -> None:
     del saved["param_groups"][0]["decoupled_weight_decay"]
 
