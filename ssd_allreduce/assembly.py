@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from ssd_allreduce.agreement import text_digest
 from ssd_allreduce.buffers import BufferAverager
+from ssd_allreduce.communicators.horovod import EVERY_PROCESS
 from ssd_allreduce.communicators.ordered import matched_by_name
 from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
 from ssd_allreduce.communicators.through_host import ThroughHost
@@ -28,6 +30,8 @@ from ssd_allreduce.update_family import Family
 _instances: Counter[str] = Counter()
 """Optimizers made so far on each engine: part of every tensor's name, equal on all ranks."""
 
+_LONGEST_LABEL = 64
+
 
 def make_transport(
     communicator: Communicator, settings: Settings, stats: StatsRecorder, trace: Path | None
@@ -44,8 +48,10 @@ def make_transport(
 
 def _trace_label(key: str, number: int) -> str:
     """What tells this optimizer's trace from others on the same rank, or of the same rank in another set."""
-    in_a_set = key.startswith("horovod-") and key != "horovod-0"
-    return (f".{key}" if in_a_set else "") + (f".optimizer{number}" if number > 1 else "")
+    in_a_set = key.startswith(f"{EVERY_PROCESS}-")
+    # A file's name may not be as long as the list of many ranks.
+    name = key if len(key) <= _LONGEST_LABEL else f"{EVERY_PROCESS}-{text_digest(key):x}"
+    return (f".{name}" if in_a_set else "") + (f".optimizer{number}" if number > 1 else "")
 
 
 def reassemble(old: Training, family: Family, request: Request, buffers: BufferAverager) -> Training:

@@ -19,6 +19,9 @@ from torch import Tensor
 from ssd_allreduce.communicators.protocol import Capabilities, Handle, ReduceOp, wait_until
 from ssd_allreduce.errors import CommunicationError, UsageError
 
+EVERY_PROCESS = "horovod"
+"""Key of the engine of all processes; that of a process set is longer."""
+
 _SHUTDOWN_SECONDS = 10.0
 
 
@@ -78,7 +81,11 @@ class HorovodCommunicator:
 
     @property
     def key(self) -> str:
-        return f"horovod-{self._process_set.process_set_id}"
+        if self._process_set is self._hvd.global_process_set:
+            return EVERY_PROCESS
+        # Not by the set's number, which Horovod gives to another one when the set is removed: of the new
+        # set's ranks, those that were in the old one would have counted more optimizers than the others.
+        return f"horovod-ranks-{'-'.join(map(str, self._process_set.ranks))}"
 
     def allreduce_async(
         self,

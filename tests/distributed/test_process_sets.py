@@ -120,3 +120,27 @@ def test_whole_world_and_a_process_set_side_by_side(halves: list[Any]) -> None:
     )
     few.assert_follows(expected, rank_in_simulation=mine.rank())
     assert weights_of(everyone.model).shape == weights_of(few.model).shape
+
+
+def test_set_that_takes_the_number_of_a_removed_one_trains() -> None:
+    """Rank 2 is in both, and has made an optimizer more than rank 3 when they meet."""
+    for ranks in ([0, 2], [2, 3]):
+        process_set = hvd.add_process_set(ranks)
+        model = perceptron()
+        if process_set.included():
+            optimizer = wrap(
+                torch.optim.SGD(model.parameters(), **SGD),
+                named_parameters=model.named_parameters(),
+                process_set=process_set,
+                delay_steps=4,
+                overlap_steps=2,
+            )
+            for step in range(7):
+                optimizer.zero_grad()
+                regression_loss(model, hvd.rank(), step).backward()
+                optimizer.step()
+            optimizer.flush()
+            optimizer.close()
+        weights = on_every_rank(bits(model.parameters()))
+        assert weights[ranks[0]] == weights[ranks[1]] != bits(perceptron().parameters())
+        hvd.remove_process_set(process_set)
