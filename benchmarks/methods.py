@@ -249,7 +249,7 @@ class Tuning(Delaying):
     def prepare(self) -> None:
         """Until it has measured twice, and nothing is in flight."""
         self.run_steps(self._before + self.steps_per_unit)
-        self.run_steps(2 * self.steps_per_unit)
+        self.run_steps(4 * self.steps_per_unit)
         self.run_steps(sum(self.settings))
 
 

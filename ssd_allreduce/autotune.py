@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MARGIN = 1.25
-"""A transfer beside computation takes longer than one alone, and steps vary."""
+"""A transfer beside computation takes longer than one alone, and steps vary: the guess before it was seen."""
 _GOOD_ENOUGH = 0.98
 """Share of the best predicted speed for which a shorter period, which drifts less, is taken."""
 SHORTEST = 2
@@ -19,11 +19,21 @@ class Costs:
         compute: one local step: forward, backward and local update.
         transfer: one allreduce of all tensors, nothing else running.
         processor: processor time that the transfer takes from each rank.
+        update: one global update with its rebase, which every period makes once; 0 where none was seen.
+        transfer_beside_steps: one allreduce beside local steps, seen where even the rank that waited
+            least had to wait for its end; 0 where none did.
     """
 
     compute: float
     transfer: float
     processor: float
+    update: float = 0.0
+    transfer_beside_steps: float = 0.0
+
+    @property
+    def to_hide(self) -> float:
+        """What the steps of an overlap have to take together so that nobody waits."""
+        return max(_MARGIN * self.transfer, self.transfer_beside_steps)
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,8 @@ class Limits:
 
 def step_seconds(costs: Costs, delay_steps: int, overlap_steps: int) -> float:
     """Predicted mean time of a step."""
-    exposed = max(0.0, _MARGIN * costs.transfer - overlap_steps * costs.compute)
-    return costs.compute + (costs.processor + exposed) / delay_steps
+    exposed = max(0.0, costs.to_hide - overlap_steps * costs.compute)
+    return costs.compute + (costs.processor + costs.update + exposed) / delay_steps
 
 
 def choose_period(costs: Costs, limits: Limits) -> tuple[int, int]:
@@ -56,5 +66,5 @@ def choose_period(costs: Costs, limits: Limits) -> tuple[int, int]:
     bar = min(predicted.values()) / _GOOD_ENOUGH
     delay_steps = next(k for k, seconds in predicted.items() if seconds <= bar)
     most = limits.overlap_at(delay_steps)
-    needed = (d for d in range(most) if d * costs.compute >= _MARGIN * costs.transfer)
+    needed = (d for d in range(most) if d * costs.compute >= costs.to_hide)
     return delay_steps, next(needed, most)

@@ -54,7 +54,7 @@ class DelayStage:
         training.schedule.advance()
         tuning = self.tuner.is_due
         if plan.completes or tuning:
-            self.complete()
+            self.complete(overlapped=plan.completes and training.schedule.overlap_steps > 0)
         if tuning:
             self.tuner.tune_if_due(self._empty_event)
 
@@ -122,8 +122,13 @@ class DelayStage:
         self.period_steps = []
         self.steps_since_sync = []
 
-    def complete(self, rebase: bool = True) -> ControlResult:
-        """Wait for the sums in flight, update the global model and rebase the local weights on it."""
+    def complete(self, rebase: bool = True, overlapped: bool = False) -> ControlResult:
+        """Wait for the sums in flight, update the global model and rebase the local weights on it.
+
+        Args:
+            rebase: whether the local weights follow.
+            overlapped: whether the sums have travelled for all of their overlap steps.
+        """
         training = self._training
         event = training.schedule.events - 1
         sums = training.reducer.finish_accumulators()
@@ -139,7 +144,7 @@ class DelayStage:
                     self._rebase(moved=contributions > 0)
         training.reducer.buffers.release()
         training.schedule.complete()
-        training.stats.completed(event)
+        training.stats.completed(event, overlapped, empty=not contributions)
         return result
 
     def _replay(self, result: ControlResult, sums: Sums, contributions: int) -> None:

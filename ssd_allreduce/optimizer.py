@@ -53,7 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             shrinks by this factor. Larger values hide slower networks and drift further; 4 to 16 are
             usual. ``"auto"``: by measuring, the smallest k that is predicted to be within 2 % of the
             fastest, with the smallest d that hides the transfer as far as allowed: after the first
-            period (of 4 steps), two periods later, and then every ``retune_periods``. All ranks change
+            period (of 4 steps), four periods later, and then every ``retune_periods``. All ranks change
             at once, the choice is kept in checkpoints, and ``stats()`` and the log of
             ``ssd_allreduce`` tell it.
         overlap_steps: steps made between sending and using the sums, ``0 <= d < delay_steps``. By

@@ -68,6 +68,9 @@ class Stats(StageStats):
 
 _COUNTERS = tuple(StageStats.__dataclass_fields__)
 _RECENT_STEPS = 32
+_RECENT_EVENTS = 8
+_WAITED_FOR = 0.05
+"""Share of its time in flight for which a transfer must have been waited for to tell how long it takes."""
 
 
 class StatsRecorder:
@@ -84,6 +87,9 @@ class StatsRecorder:
         self._elsewhere = 0.0
         """Seconds since the last step's end that were no computation."""
         self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_STEPS)
+        self._waited_since_issue = self._updated_since_issue = 0.0
+        self._recent_transfers: deque[float] = deque(maxlen=_RECENT_EVENTS)
+        self._recent_updates: deque[float] = deque(maxlen=_RECENT_EVENTS)
 
     def step(self, undisturbed: bool = False) -> None:
         """Count a step that ends now.
@@ -105,19 +111,40 @@ class StatsRecorder:
         undisturbed = [seconds for seconds, flag in self._recent if flag]
         return statistics.median(undisturbed or [seconds for seconds, _ in self._recent] or [0.0])
 
+    def recent_transfer_seconds(self) -> float:
+        """Median of the last transfers beside local steps; one that nobody had to wait for counts as 0."""
+        return statistics.median(self._recent_transfers or [0.0])
+
+    def recent_update_seconds(self) -> float:
+        """Median of the last global updates and rebases; 0 where there was none."""
+        return statistics.median(self._recent_updates or [0.0])
+
     def sync_event(self, completed: int | None = None) -> None:
         current = self._stages[self.stage]
         current.sync_points += 1
         current.allreduces += 1
         self._issued_at = time.monotonic()
+        self._waited_since_issue = self._updated_since_issue = 0.0
         if completed is not None:
             self._last_completed = completed
 
-    def completed(self, event: int) -> None:
-        """The sync event in flight has been waited for and used."""
+    def completed(self, event: int, overlapped: bool = False, empty: bool = False) -> None:
+        """The sync event in flight has been waited for and used.
+
+        Args:
+            event: its number.
+            overlapped: whether it travelled beside as many steps as the period says.
+            empty: whether no rank contributed to it.
+        """
         self._last_completed = event
+        if not empty:
+            self._recent_updates.append(self._updated_since_issue)
         if self._issued_at is not None:
-            self._stages[self.stage].in_flight_seconds += time.monotonic() - self._issued_at
+            in_flight = time.monotonic() - self._issued_at
+            self._stages[self.stage].in_flight_seconds += in_flight
+            if overlapped:
+                waited_for = self._waited_since_issue > _WAITED_FOR * in_flight
+                self._recent_transfers.append(in_flight - self._updated_since_issue if waited_for else 0.0)
         self._issued_at = None
 
     def dropped(self) -> None:
@@ -133,6 +160,7 @@ class StatsRecorder:
         finally:
             seconds = time.monotonic() - began
             self._stages[self.stage].update_seconds += seconds
+            self._updated_since_issue += seconds
             self._elsewhere += seconds
 
     def sent(self, count: int) -> None:
@@ -140,6 +168,7 @@ class StatsRecorder:
 
     def waited(self, seconds: float) -> None:
         self._stages[self.stage].wait_seconds += seconds
+        self._waited_since_issue += seconds
         self._elsewhere += seconds
 
     def snapshot(self) -> Stats:

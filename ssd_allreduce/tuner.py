@@ -13,8 +13,8 @@ from ssd_allreduce.communicators.protocol import ReduceOp
 from ssd_allreduce.training import Training
 
 _logger = logging.getLogger("ssd_allreduce")
-_FIRST_CORRECTION = 2
-"""Periods after which the first choice, made on few steps, is looked at again."""
+_FIRST_CORRECTION = 4
+"""Periods after which the first choice, made before a transfer beside steps was seen, is looked at again."""
 
 
 class Tuner:
@@ -49,7 +49,7 @@ class Tuner:
     def _plan_next(self) -> None:
         assert self._automatic is not None
         periods = self._automatic.periods
-        if self._measurements < _FIRST_CORRECTION:
+        if self._measurements == 1:
             self._next_event = self._training.schedule.events + _FIRST_CORRECTION
         else:
             self._next_event = self._training.schedule.events + periods if periods else None
@@ -82,21 +82,27 @@ class Tuner:
         if self._training.rank == 0:
             _logger.info(
                 "a step computes for %.4f s, an allreduce of all tensors takes %.4f s and %.4f s of "
-                "processor (slowest rank): delay_steps=%d, overlap_steps=%d",
+                "processor, a global update %.4f s (slowest rank); steps beside an allreduce waited for "
+                "one of %.4f s (0: for none): delay_steps=%d, overlap_steps=%d",
                 costs.compute,
                 costs.transfer,
                 costs.processor,
+                costs.update,
+                costs.transfer_beside_steps,
                 delay_steps,
                 overlap_steps,
             )
 
     def _measure(self, empty_event: Callable[[], None]) -> Costs:
-        transport = self._training.transport
-        compute = self._training.stats.recent_compute_seconds()
+        transport, stats = self._training.transport, self._training.stats
+        compute, update = stats.recent_compute_seconds(), stats.recent_update_seconds()
+        beside = stats.recent_transfer_seconds()
         # All ranks begin together, so that none takes another's delay for the network's.
         transport.reduce_now(torch.zeros(1, dtype=torch.float64), "tuning.begin", ReduceOp.SUM)
         began, used = time.monotonic(), time.process_time()
         empty_event()
-        own = [compute, time.monotonic() - began, time.process_time() - used]
-        slowest = transport.reduce_now(torch.tensor(own, dtype=torch.float64), "tuning.costs", ReduceOp.MAX)
-        return Costs(*slowest.tolist())
+        own = [compute, time.monotonic() - began, time.process_time() - used, update]
+        # A rank that is early waits for the others, not for the network: the shortest wait counts.
+        costs = torch.tensor([*own, -beside], dtype=torch.float64)
+        *slowest, least = transport.reduce_now(costs, "tuning.costs", ReduceOp.MAX).tolist()
+        return Costs(*slowest, transfer_beside_steps=-least)

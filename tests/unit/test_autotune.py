@@ -24,6 +24,13 @@ limits = st.builds(Limits, st.integers(2, 64), st.none() | st.integers(0, 64))
         pytest.param(Costs(0.1, 50.0, 0.0), Limits(16), (16, 8), id="nothing hides it"),
         # A transfer that takes 20 ms of processor: 0.02 / k beside 0.1 s fades slowly.
         pytest.param(Costs(0.1, 0.01, 0.02), Limits(16), (7, 1), id="processor time is shared out"),
+        pytest.param(
+            Costs(0.1, 0.01, 0.0, update=0.02), Limits(16), (7, 1), id="and that of the global update"
+        ),
+        # 0.5 s were seen where 0.3 s were measured alone.
+        pytest.param(
+            Costs(0.1, 0.3, 0.0, transfer_beside_steps=0.5), Limits(16, 15), (6, 5), id="slower beside steps"
+        ),
         pytest.param(Costs(0.1, 50.0, 0.0), Limits(2), (2, 1), id="the smallest limit"),
         pytest.param(Costs(0.1, 50.0, 0.0), Limits(8, overlap=0), (8, 0), id="no overlap allowed"),
     ],

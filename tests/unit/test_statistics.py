@@ -90,6 +90,24 @@ def test_a_sync_point_that_a_load_has_dropped_counts_no_time_in_flight() -> None
     assert optimizer.stats().delay.in_flight_seconds == before
 
 
+def test_a_transfer_that_was_waited_for_tells_how_long_it_takes() -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, TRANSFER), delay_steps=4, overlap_steps=1, issue="step")
+    recorder = optimizer._engine.training.stats
+    for step in range(10):
+        train_step(model, optimizer, step, edit=lambda: time.sleep(0.3 * TRANSFER))
+    assert 0.9 * TRANSFER <= recorder.recent_transfer_seconds() < 2 * TRANSFER
+    assert 0.0 < recorder.recent_update_seconds() < TRANSFER
+
+
+def test_a_hidden_transfer_tells_nothing_of_its_length() -> None:
+    model = small_model()
+    optimizer = wrap(model, SlowLoopback(2, 0.01), delay_steps=4, overlap_steps=3)
+    for step in range(12):
+        train_step(model, optimizer, step, edit=lambda: time.sleep(0.1))
+    assert optimizer._engine.training.stats.recent_transfer_seconds() == 0.0
+
+
 def test_recent_computation_is_that_of_undisturbed_steps_where_there_are_any() -> None:
     recorder = StatsRecorder()
     recorder.stage = Stage.DELAY
