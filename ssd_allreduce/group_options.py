@@ -17,6 +17,10 @@ Row: TypeAlias = tuple[float, ...]
 Groups: TypeAlias = list[dict[str, Any]]
 
 
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how torch computes, not what. They may be None, and change with a checkpoint."""
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Place of one number: a group, an option, and for options that are tuples an element."""
@@ -49,7 +53,7 @@ class GroupOptions:
     def __init__(self, groups: Groups, option_names: Sequence[str]) -> None:
         self._slots: list[_Slot] = []
         for group_index, group in enumerate(groups):
-            for option in option_names:
+            for option in (name for name in option_names if name not in _IMPLEMENTATION):
                 value = group.get(option)
                 if _is_number(value):
                     self._slots.append(_Slot(group_index, option, None))

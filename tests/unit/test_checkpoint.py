@@ -443,6 +443,21 @@ def of_a_torch_that_counted_steps_in_numbers(saved: dict[str, Any]) -> None:
         entry["step"] = int(entry["step"])
 
 
+def test_a_checkpoint_may_choose_another_implementation_of_the_same_step() -> None:
+    """``foreach`` and its kind are None where torch chooses, and False or True where the user did."""
+    model, other = small_model(), small_model()
+    source = torch.optim.Adam(model.parameters())
+    train(model, source, 2)
+    optimizer = wrap(
+        other, Loopback(2), torch.optim.Adam(other.parameters(), foreach=False, fused=False), warmup_steps=3
+    )
+    other.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(source.state_dict())
+    for trained, by in ((model, source), (other, optimizer)):
+        train(trained, by, 3, first=2)
+    assert equal(weights(model), weights(other))
+
+
 @pytest.mark.parametrize(
     "make_older", [of_a_torch_without_the_option, of_adam, of_a_torch_that_counted_steps_in_numbers]
 )
