@@ -27,6 +27,7 @@ class Failure(enum.IntEnum):
     WEIGHTS_CHANGED = 2
     GRADIENT_SCALER = 3
     OTHER = 4
+    BUFFERS_CHANGED = 5
 
 
 FAILURE_TEXT = {
@@ -34,6 +35,7 @@ FAILURE_TEXT = {
     Failure.WEIGHTS_CHANGED: "weights were changed by something other than this optimizer",
     Failure.GRADIENT_SCALER: "a GradScaler was used with issue='backward'",
     Failure.OTHER: "step() was refused",
+    Failure.BUFFERS_CHANGED: "averaged buffers are others than those that the ranks agreed on",
 }
 
 

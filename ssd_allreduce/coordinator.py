@@ -210,6 +210,8 @@ class Coordinator:
 
     def _check_before_step(self, plan: StepPlan, scaler: bool) -> None:
         problem, failure = self._find_problem(scaler)
+        if problem is None and plan.is_sync_point and self.training.buffers.with_sync_events:
+            problem, failure = self.training.buffers.find_change("step()"), Failure.BUFFERS_CHANGED
         if problem is None:
             return
         if plan.is_sync_point:
@@ -327,9 +329,12 @@ class Coordinator:
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
         self.agree()
-        problem = self._guard.find_change("flush()")
+        problem: SSDError | None = self._guard.find_change("flush()")
         if problem is not None:
             self._end_training(problem, Failure.WEIGHTS_CHANGED)
+        problem = self.training.buffers.find_change("flush()")
+        if problem is not None:
+            self._end_training(problem, Failure.BUFFERS_CHANGED)
         with self._ending_training_on_errors():
             if self._schedule.in_flight:
                 self.delay.complete()
@@ -370,6 +375,7 @@ class Coordinator:
         self._complete_without_rebase()
         agreement.compare_ranks(
             [
+                ("the averaged buffers", self.training.buffers.describe()),
                 describe.describe_progress(self._schedule),
                 describe.describe_weights(self.parameters.names, self.parameters.tensors),
                 describe.describe_state(self.parameters.names, self._model),

@@ -92,7 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         average_buffers: when floating-point buffers of ``model`` (BatchNorm's statistics) are averaged
             over the ranks: ``"sync"`` (with every sync event, and in ``flush()``), ``"flush"``, or
             ``"never"``, the default, as in Horovod.
-        model: the module whose buffers are averaged.
+        model: the module whose buffers are averaged, those that it has at the time. Adding, removing or
+            reshaping them needs :meth:`flush` before and :meth:`adopt_weights` after, on all ranks alike.
         sparse_as_dense: make sparse gradients dense instead of refusing them, for a bare optimizer.
         timeout: seconds that one wait for other ranks may last, 600 by default. Raise it where
             ranks pause for long (evaluation on rank 0 alone).
@@ -330,12 +331,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Collective. Make the model's present weights the global ones, and begin a new period.
 
         For weights that something else has changed, alike on all ranks (``load_state_dict``, a
-        broadcast, ``clamp_``). The partial period is dropped; the optimizer's state stays.
+        broadcast, ``clamp_``), and for averaged buffers that were added, removed or reshaped. The partial
+        period is dropped; the optimizer's state stays.
 
         Edits through ``.data`` cannot be noticed: call this after them too.
 
         Raises:
-            RankMismatchError: weights or progress differ between ranks.
+            RankMismatchError: weights, averaged buffers or progress differ between ranks.
         """
         self._refuse_if_closed("adopt_weights()")
         with torch.no_grad():

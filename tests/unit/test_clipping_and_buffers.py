@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from engines import RecordingEngine, ThreadRank, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import equal, inputs, same, small_model, wrap
+from loops import equal, fill, inputs, same, small_model, wrap
 from torch import Tensor, nn
 
-from ssd_allreduce import Loopback, RankMismatchError
+from ssd_allreduce import Loopback, PeerFailedError, RankMismatchError, SSDError, UsageError
 from ssd_allreduce.clipping import clip_coefficient, clip_gradients
 
 # -- clipping ------------------------------------------------------------------------------------
@@ -155,6 +156,164 @@ def test_at_a_completion_buffers_move_by_what_the_mean_differed_at_the_sync_poin
             for own, middle, sent in zip(own_buffers(rank, 3), mean(at_sync), at_sync[rank], strict=True)
         ]
         assert_close(buffers, expected)
+
+
+class Renewing(nn.Module):
+    """Puts another tensor in its buffer's place in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = small_model()
+        self.register_buffer("ema", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.ema = 0.5 * self.ema + y.detach().mean(dim=0)
+        return y
+
+
+def forward_alone(model: Renewing) -> None:
+    """What the forward passes do is enough."""
+
+
+def load_by_assignment(model: Renewing) -> None:
+    loaded = {"ema": model.ema + 1.0}
+    model.load_state_dict(loaded, strict=False, assign=True)
+
+
+def convert(model: Renewing) -> None:
+    model.ema = model.ema.half()
+
+
+REPLACEMENTS = [forward_alone, load_by_assignment, convert]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("options", [{"warmup_steps": 99}, {"delay_steps": 3, "overlap_steps": 1}])
+def test_flush_averages_the_tensors_that_are_the_models_buffers_then(
+    options: dict[str, Any], replace: Callable[[Renewing], None]
+) -> None:
+    def program(engine: ThreadRank) -> tuple[Tensor, Tensor]:
+        model = Renewing()
+        optimizer = wrap(model, engine, average_buffers="flush", model=model, **options)
+        steps(model, optimizer, 4, engine.rank)
+        replace(model)
+        own = model.ema.clone()
+        optimizer.flush()
+        return own, model.ema
+
+    (one, averaged), (other, too) = on_ranks(2, program)
+    assert not torch.equal(one, other)
+    assert torch.equal(averaged, too)
+    torch.testing.assert_close(averaged, (one.float() + other.float()).div(2).to(one.dtype))
+
+
+def test_a_completion_moves_the_tensor_that_is_the_models_buffer_then() -> None:
+    """Sent in the second step; the third puts another in its place before what was sent arrives."""
+
+    def program(engine: ThreadRank) -> list[Tensor]:
+        model = Renewing()
+        optimizer = wrap(model, engine, delay_steps=2, overlap_steps=1, average_buffers="sync", model=model)
+        steps(model, optimizer, 2, engine.rank)
+        sent = model.ema.clone()
+        own = []
+        model.register_forward_hook(lambda *_: own.append(model.ema.clone()))
+        steps(model, optimizer, 1, engine.rank, first=2)
+        return [sent, own[0], model.ema]
+
+    ranks = on_ranks(2, program)
+    middle = (ranks[0][0] + ranks[1][0]) / 2
+    for sent, own, moved in ranks:
+        assert not torch.equal(sent, middle)
+        torch.testing.assert_close(moved, own + middle - sent)
+
+
+def grow(model: Normed) -> None:
+    model.norm.running_mean = torch.zeros(4)
+
+
+def add(model: Normed) -> None:
+    model.register_buffer("extra", torch.zeros(2))
+
+
+def remove(model: Normed) -> None:
+    model.norm.running_mean = None
+
+
+CHANGES = [(grow, "'norm.running_mean'"), (add, "'extra'"), (remove, "'norm.running_mean'")]
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+@pytest.mark.parametrize("options", [{"warmup_steps": 99}, {"delay_steps": 3, "overlap_steps": 1}])
+@pytest.mark.parametrize("when", ["sync", "flush"])
+def test_all_ranks_hear_of_buffers_that_have_no_mean_any_more_and_can_adopt_them(
+    when: str, options: dict[str, Any], change: Callable[[Normed], None], name: str
+) -> None:
+    def program(engine: ThreadRank) -> str:
+        model = Linear()
+        optimizer = wrap(model, engine, average_buffers=when, model=model, **options)
+        steps(model, optimizer, 4, engine.rank)
+        if engine.rank == 1:
+            change(model)
+        with pytest.raises(UsageError if engine.rank == 1 else PeerFailedError) as caught:
+            steps(model, optimizer, 3, engine.rank) if when == "sync" else optimizer.flush()
+        if engine.rank == 0:
+            change(model)
+        fill(model, 0.5)
+        optimizer.adopt_weights()
+        optimizer.zero_grad()
+        steps(model, optimizer, 4, engine.rank)
+        optimizer.flush()
+        return str(caught.value)
+
+    heard, own = on_ranks(2, program)
+    assert f"the averaged buffers {name} of model= were added, removed, or given another shape" in own
+    assert "load a checkpoint" in own
+    assert "Rank 1 refused to go on" in heard
+    assert "averaged buffers are others than those that the ranks agreed on" in heard
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+@pytest.mark.parametrize("when", ["sync", "flush"])
+def test_between_flush_and_adopt_weights_all_ranks_may_change_what_is_averaged(
+    when: str, change: Callable[[Normed], None], name: str
+) -> None:
+    def program(engine: ThreadRank) -> None:
+        model = Linear()
+        optimizer = wrap(model, engine, delay_steps=3, average_buffers=when, model=model)
+        steps(model, optimizer, 4, engine.rank)
+        optimizer.flush()
+        change(model)
+        present = name[1:-1] in dict(model.named_buffers())
+        optimizer.adopt_weights()
+        before = len(engine.sent)
+        steps(model, optimizer, 4, engine.rank)
+        optimizer.flush()
+        assert any(sent.endswith(f".buffer.{name[1:-1]}") for sent in engine.sent[before:]) is present
+
+    on_ranks(2, program)
+
+
+def test_a_buffer_changed_while_its_mean_travels_is_told_at_the_next_sync_point() -> None:
+    def program(engine: ThreadRank) -> type[Exception]:
+        model = Linear()
+        optimizer = wrap(model, engine, delay_steps=3, overlap_steps=2, average_buffers="sync", model=model)
+        steps(model, optimizer, 3, engine.rank)
+        if engine.rank == 1:
+            grow(model)
+        steps(model, optimizer, 2, engine.rank)
+        with pytest.raises(SSDError) as caught:
+            steps(model, optimizer, 3, engine.rank)
+        return caught.type
+
+    assert on_ranks(2, program) == [PeerFailedError, UsageError]
+
+
+class Linear(Normed):
+    """The same with a forward pass that leaves the buffers alone, whatever they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.norm.weight + self.norm.bias
 
 
 def test_averaged_buffers_in_flight_are_part_of_a_checkpoint() -> None:
