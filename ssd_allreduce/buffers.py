@@ -151,9 +151,9 @@ class BufferAverager:
         return {"sent_buffers": list(self._sent), "mean_buffers": list(self._means)}
 
     def import_state(self, state: dict[str, Any]) -> None:
-        """Undo :meth:`export_state`."""
-        self._sent = list(state["sent_buffers"])
-        self._means = list(state["mean_buffers"])
+        """Undo :meth:`export_state`. Without averaging at sync events here, nothing waits for one."""
+        self._sent = list(state["sent_buffers"]) if self.with_sync_events else []
+        self._means = list(state["mean_buffers"]) if self.with_sync_events else []
 
 
 def _copy(buffer: Tensor | None, layout: _Layout) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from engines import RecordingEngine, ThreadRank, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import equal, fill, inputs, same, small_model, wrap
+from loops import equal, fill, inputs, same, small_model, weights, wrap
 from torch import Tensor, nn
 
 from ssd_allreduce import Loopback, PeerFailedError, RankMismatchError, SSDError, UsageError
@@ -331,6 +331,21 @@ def test_averaged_buffers_in_flight_are_part_of_a_checkpoint() -> None:
     steps(model, optimizer, 6, 0, first=4)
     steps(heir, resumed, 6, 0, first=4)
     assert same(dict(heir.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("then", ["flush", "never"])
+def test_buffers_in_flight_are_left_out_where_none_travel_any_more(then: str) -> None:
+    options: dict[str, Any] = {"delay_steps": 3, "overlap_steps": 2}
+    model, heir = Normed(), Normed()
+    optimizer = wrap(model, RecordingEngine(2), model=model, average_buffers="sync", **options)
+    steps(model, optimizer, 4, 0)
+    resumed = wrap(heir, RecordingEngine(2), model=heir, average_buffers=then, **options)
+    heir.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    # Past the completion of what was in flight.
+    steps(model, optimizer, 4, 0, first=4)
+    steps(heir, resumed, 4, 0, first=4)
+    assert equal(weights(heir), weights(model))
 
 
 def test_every_rank_hears_of_buffers_that_differ_in_shape() -> None:
