@@ -101,8 +101,10 @@ class Tuner:
         transport.reduce_now(torch.zeros(1, dtype=torch.float64), "tuning.begin", ReduceOp.SUM)
         began, used = time.monotonic(), time.process_time()
         empty_event()
-        own = [compute, time.monotonic() - began, time.process_time() - used, update]
+        transfer, processor = time.monotonic() - began, time.process_time() - used
         # A rank that is early waits for the others, not for the network: the shortest wait counts.
-        costs = torch.tensor([*own, -beside], dtype=torch.float64)
-        *slowest, least = transport.reduce_now(costs, "tuning.costs", ReduceOp.MAX).tolist()
-        return Costs(*slowest, transfer_beside_steps=-least)
+        own = torch.tensor([compute, transfer, processor, update, -beside], dtype=torch.float64)
+        compute, transfer, processor, update, beside = transport.reduce_now(
+            own, "tuning.costs", ReduceOp.MAX
+        ).tolist()
+        return Costs(compute, transfer, processor, update, transfer_beside_steps=-beside)
