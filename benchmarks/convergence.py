@@ -273,9 +273,14 @@ def write(arguments: argparse.Namespace, described: dict[str, Any], outcomes: Se
 def write_seconds(arguments: argparse.Namespace) -> None:
     """Take the seconds of the results in ``--json`` from ``--throughput``."""
     described = json.loads(arguments.json.read_text())
-    outcomes = [Outcome(**{**row, "seconds_to_target": None}) for row in described.pop("results")]
+    outcomes = without_seconds(described.pop("results"))
     described.pop("summary")
     write(arguments, described, outcomes)
+
+
+def without_seconds(rows: Iterable[dict[str, Any]]) -> list[Outcome]:
+    """Results of a file, whose seconds are to be taken from other steps, or from none."""
+    return [Outcome(**{**row, "seconds_to_target": None}) for row in rows]
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -378,12 +383,12 @@ def known_outcomes(arguments: argparse.Namespace, described: dict[str, Any]) -> 
     if arguments.json.exists():
         report = json.loads(arguments.json.read_text())
         for key in SETTINGS:
-            if report[key] != described[key]:
+            if report.get(key) != described[key]:
                 raise ValueError(
-                    f"{arguments.json} holds results with {key} {report[key]!r}, and now it is "
+                    f"{arguments.json} holds results with {key} {report.get(key)!r}, and now it is "
                     f"{described[key]!r}. Resume with the same settings, or write to another file."
                 )
-        outcomes = [Outcome(**row) for row in report["results"]]
+        outcomes = without_seconds(report["results"])
         known.update({outcome.run: outcome for outcome in outcomes})
     return known
 

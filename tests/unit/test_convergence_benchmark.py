@@ -190,6 +190,14 @@ def test_resuming_knows_what_the_file_and_an_interrupted_run_hold(tmp_path: Path
     assert sorted(run.seed for run in resumed(path)) == [0, 1]
 
 
+def test_resuming_takes_no_seconds_over(tmp_path: Path) -> None:
+    """They are told of the steps that --throughput gives to this run, if any."""
+    path = tmp_path / "results.json"
+    row = asdict(outcome(seed=0, seconds_to_target=12.0))
+    path.write_text(json.dumps({**dict.fromkeys(convergence.SETTINGS, 1), "results": [row]}))
+    assert [known.seconds_to_target for known in resumed(path).values()] == [None]
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps({**dict.fromkeys(convergence.SETTINGS, 1), "results": []}))
