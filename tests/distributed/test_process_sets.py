@@ -54,14 +54,12 @@ def test_process_sets_train_apart(halves: list[Any], issue: str, through_horovod
     assert weights[hvd.rank()] == weights[hvd.rank() ^ 2] != weights[hvd.rank() ^ 1]
 
 
-def test_process_set_is_all_that_has_to_be_said(halves: list[Any]) -> None:
-    """Without a communicator of one's own, for a bare optimizer."""
-    mine = halves[hvd.rank() % 2]
-    model = perceptron()
+def train_in(process_set: Any, model: torch.nn.Module) -> None:
+    """A bare optimizer, without a communicator of one's own."""
     optimizer = wrap(
         torch.optim.SGD(model.parameters(), **SGD),
         named_parameters=model.named_parameters(),
-        process_set=mine,
+        process_set=process_set,
         delay_steps=4,
         overlap_steps=2,
     )
@@ -70,6 +68,12 @@ def test_process_set_is_all_that_has_to_be_said(halves: list[Any]) -> None:
         regression_loss(model, hvd.rank(), step).backward()
         optimizer.step()
     optimizer.flush()
+    optimizer.close()
+
+
+def test_process_set_is_all_that_has_to_be_said(halves: list[Any]) -> None:
+    model = perceptron()
+    train_in(halves[hvd.rank() % 2], model)
     weights = on_every_rank(bits(model.parameters()))
     assert weights[hvd.rank()] == weights[hvd.rank() ^ 2] != weights[hvd.rank() ^ 1]
 
@@ -128,19 +132,7 @@ def test_set_that_takes_the_number_of_a_removed_one_trains() -> None:
         process_set = hvd.add_process_set(ranks)
         model = perceptron()
         if process_set.included():
-            optimizer = wrap(
-                torch.optim.SGD(model.parameters(), **SGD),
-                named_parameters=model.named_parameters(),
-                process_set=process_set,
-                delay_steps=4,
-                overlap_steps=2,
-            )
-            for step in range(7):
-                optimizer.zero_grad()
-                regression_loss(model, hvd.rank(), step).backward()
-                optimizer.step()
-            optimizer.flush()
-            optimizer.close()
+            train_in(process_set, model)
         weights = on_every_rank(bits(model.parameters()))
         assert weights[ranks[0]] == weights[ranks[1]] != bits(perceptron().parameters())
         hvd.remove_process_set(process_set)
