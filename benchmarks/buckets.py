@@ -42,17 +42,16 @@ def measure(engine: str) -> list[dict[str, Any]]:
     from ssd_allreduce.communicators.protocol import Communicator, ReduceOp
 
     torch.set_num_threads(1)
-    channels: dict[int | None, Communicator]
     if engine == "horovod":
         import horovod.torch as hvd
 
         hvd.init()
     communicator = ssd_allreduce.choose_communicator(engine)
-    if engine == "horovod":
-        # It puts tensors together itself.
-        channels = {None: communicator}
-    else:
-        channels = {size: Ordered(communicator, size, 60.0) for size in SIZES}
+    # Horovod puts tensors together itself.
+    sizes = (None,) if communicator.capabilities.matches_by == "name" else SIZES
+    channels: dict[int | None, Communicator] = {
+        size: communicator if size is None else Ordered(communicator, size, 60.0) for size in sizes
+    }
     tensors = [torch.zeros(shape) for shape in SHAPES]
     sequence = [(f"tensor{index}", tensor.numel() * 4) for index, tensor in enumerate(tensors)]
 
