@@ -261,12 +261,17 @@ class VirtualCluster:
 
     def _mpirun(self, command: Sequence[str], options: Sequence[str]) -> list[str]:
         network = f"{NETWORK}.0/24"
+        sessions = _sessions_of(self.state)
+        sessions.mkdir(exist_ok=True)
         places = ",".join(f"{host.address}:1" for host in self.hosts)
         parameters = {
             "--prtemca": {
                 "plm_ssh_agent": str(_agent_of(self.state)),
                 "plm_ssh_no_tree_spawn": "1",
                 "prte_if_include": network,
+                # A killed mpirun leaves its session folder, which is named after its process id, and
+                # a later one that gets the same id refuses to start.
+                "prte_tmpdir_base": tempfile.mkdtemp(dir=sessions),
             },
             "--mca": {"pml": "ob1", "btl": "tcp,self", "btl_tcp_if_include": network},
         }
@@ -299,6 +304,10 @@ class VirtualCluster:
 
 def _agent_of(state: Path) -> Path:
     return state.with_suffix(".agent")
+
+
+def _sessions_of(state: Path) -> Path:
+    return state.with_suffix(".sessions")
 
 
 def _transmitted(namespace: str) -> int:
@@ -351,6 +360,7 @@ def remove(state: Path) -> None:
         if name in there:
             _run("ip", "netns", "delete", name)
     _agent_of(state).unlink(missing_ok=True)
+    shutil.rmtree(_sessions_of(state), ignore_errors=True)
     state.unlink()
 
 

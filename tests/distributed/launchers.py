@@ -3,6 +3,10 @@
 A launcher's processes do not all stay in its process group: ``horovodrun --gloo`` starts each rank
 in a session of its own, and Open MPI has daemons. So every process of a launch carries a marker in
 its environment, and at the end whatever still carries it is killed.
+
+A killed ``mpirun`` leaves its session folder behind, which is named after its process id, and a later
+one that gets the same id refuses to start ("The PMIx server's listener thread failed to start"). So
+every launch has a place of its own for session folders.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ LAUNCHERS = ("mpirun", "horovodrun-gloo", "horovodrun-mpi", "mpirun-mpi4py", "to
 WITHOUT_HOROVOD = Path(__file__).parent / "without_horovod"
 MARKER = "SSD_ALLREDUCE_LAUNCH_ID"
 GRACE_SECONDS = 2.0
+SESSION_FOLDER_VARIABLES = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Of Open MPI 5 and of Open MPI 4."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ def launch(
     # Files and not pipes: a rank that outlives its launcher would keep a pipe open, and reading
     # from it would never end.
     with (
+        tempfile.TemporaryDirectory(prefix="ssd_allreduce-sessions-") as sessions,
         tempfile.TemporaryFile("w+b") as stdout,
         tempfile.TemporaryFile("w+b") as stderr,
     ):
@@ -94,7 +101,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=launch_environment(launcher, env, marker),
+            env=launch_environment(launcher, env, marker, sessions),
             cwd=cwd,
             start_new_session=True,
         )
@@ -108,8 +115,11 @@ def launch(
         return LaunchResult(command, returncode, read(stdout), read(stderr), seconds)
 
 
-def launch_environment(launcher: str, extra: Mapping[str, str] | None, marker: str) -> dict[str, str]:
+def launch_environment(
+    launcher: str, extra: Mapping[str, str] | None, marker: str, sessions: str
+) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not of_a_launcher(name)}
+    environment.update(dict.fromkeys(SESSION_FOLDER_VARIABLES, sessions))
     environment["PYTHONUNBUFFERED"] = "1"
     if launcher in ENGINES:
         environment[ENGINE_VARIABLE] = ENGINES[launcher]

@@ -67,3 +67,14 @@ def test_nothing_outlives_a_timeout(launcher: str, tmp_path: Path) -> None:
     assert "started" in result.stdout
     assert time.monotonic() - started < 40
     assert marked_processes(marker_file.read_text()) == []
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-mpi"])
+def test_session_folder_of_a_killed_launch_is_met_by_no_later_one(launcher: str, tmp_path: Path) -> None:
+    noted = tmp_path / "folder"
+    program = f"import os; open({str(noted)!r}, 'w').write(os.environ['PMIX_SERVER_TMPDIR']); {HANGS}"
+    assert launch(launcher, 2, ["python", "-c", program], timeout=8).timed_out
+    of_the_launch, of_the_process = Path(noted.read_text()).parent, Path(noted.read_text())
+    assert of_the_process.name.startswith("ompi.")
+    assert of_the_launch.name.startswith("ssd_allreduce-sessions-")
+    assert not of_the_launch.exists()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -99,10 +100,13 @@ def test_context_manager_takes_down_what_still_runs(state: Path) -> None:
         "        print(error, sum(cluster.bytes_sent()) > 0)\n"
     )
     before = namespaces()
+    sessions = set(Path(tempfile.gettempdir()).glob("ompi.[0-9]*"))
     command = [sys.executable, "-c", code, str(SCRIPT.parent), str(state)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout == "not done within 2 seconds True\n", result.stderr
     assert namespaces() == before
+    assert list(state.parent.iterdir()) == []
+    assert set(Path(tempfile.gettempdir()).glob("ompi.[0-9]*")) == sessions
 
 
 @needs_namespaces
