@@ -54,11 +54,18 @@ build_extension() {
     local began="$SECONDS"
     # Beside the source tree, where another environment keeps its own extension.
     (cd "$REPO_ROOT" && logged "$VENV/build.log" env CXX="$COMPILER" SSD_ALLREDUCE_CUDA=1 \
-        TORCH_CUDA_ARCH_LIST="$ARCHITECTURE" \
+        TORCH_CUDA_ARCH_LIST="$ARCHITECTURE" NVCC_APPEND_FLAGS="--time=$build/phases.csv" \
         "$PY" setup.py build_ext --build-lib "$build/lib" --build-temp "$build/temp") ||
         die "the CUDA kernels could not be built (whole log: $VENV/build.log)"
     grep -m 1 '^CUDA kernels' "$VENV/build.log"
-    say "built in $((SECONDS - began)) seconds"
+    say "built in $((SECONDS - began)) seconds, of which nvcc took for each file"
+    compile_seconds "$build/phases.csv"
+}
+
+# nvcc appends one line for each phase: file, phase, input, output, architecture, tool, time, "ms".
+compile_seconds() {
+    awk -F ' *, *' '$8 ~ /^ms/ && $1 ~ /\.cu$/ { name = $1; sub(".*/", "", name); total[name] += $7 }
+        END { for (name in total) printf "%6.1f s  %s\n", total[name] / 1000, name }' "$1" | sort -rn
 }
 
 main() {
