@@ -18,7 +18,7 @@ class Costs:
     Attributes:
         compute: one local step: forward, backward and local update.
         transfer: one allreduce of all tensors, nothing else running.
-        processor: processor time that the transfer takes from each rank.
+        processor: processor time that the transfer takes from the steps of each rank.
         update: one global update with its rebase, which every period makes once; 0 where none was seen.
         transfer_beside_steps: one allreduce beside local steps, seen where even the rank that waited
             least had to wait for its end; 0 where none did.

@@ -26,6 +26,7 @@ from ssd_allreduce.base_optimizer import (
     refuse_differentiable,
 )
 from ssd_allreduce.buffers import BufferAverager, check_average_buffers
+from ssd_allreduce.clocks import clock_for
 from ssd_allreduce.communicators.protocol import Communicator
 from ssd_allreduce.coordinator import Coordinator
 from ssd_allreduce.errors import UsageError
@@ -177,7 +178,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructing = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructing = False
-        self._stats = StatsRecorder()
+        # Marks on a device cost something, and only the choice of a period reads them.
+        measures = engine is not None and settings.automatic is not None
+        self._stats = StatsRecorder(clock_for(parameters.tensors) if measures else None)
         self._skip_synchronize = False
         # Made once: making it costs a good part of a tiny step, and steps do not nest.
         self._no_grad = torch.no_grad()

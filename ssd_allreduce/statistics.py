@@ -5,16 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from ssd_allreduce.clocks import Clock, HostClock
 from ssd_allreduce.schedule import Stage
 
 
 @dataclass
 class StageStats:
     """Counters of one stage on this rank.
+
+    Seconds are the host's. Work on a GPU counts where the host waits for it, which may be in a later step.
 
     Attributes:
         steps: calls of ``step()``.
@@ -73,23 +77,52 @@ _WAITED_FOR = 0.05
 """Share of its time in flight for which a transfer must have been waited for to tell how long it takes."""
 
 
-class StatsRecorder:
-    """Keeps the counters by stage."""
+@dataclass(frozen=True)
+class _Span:
+    """From one mark of the clock to another, and what of it does not count.
 
-    def __init__(self) -> None:
+    What it took is asked of the clock late: on a device, the work may not even have begun yet.
+    """
+
+    begin: Any
+    end: Any
+    pauses: tuple[_Span, ...] = ()
+
+
+class StatsRecorder:
+    """Keeps the counters by stage, and what the last steps, updates and transfers took.
+
+    Args:
+        clock: tells how long steps, updates and transfers take; the counters are the host's in any case.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
         self._stages = {stage: StageStats() for stage in Stage}
         self.stage = Stage.WARMUP
         """The stage that new counts belong to."""
         self._last_completed: int | None = None
         self._issued_at: float | None = None
         """When what is in flight was sent; None where nothing is, or where it came from a checkpoint."""
+        self._issued: Any = None
         self._last_step_end: float | None = None
+        self._last_step: Any = None
         self._elsewhere = 0.0
         """Seconds since the last step's end that were no computation."""
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_STEPS)
-        self._waited_since_issue = self._updated_since_issue = 0.0
-        self._recent_transfers: deque[float] = deque(maxlen=_RECENT_EVENTS)
-        self._recent_updates: deque[float] = deque(maxlen=_RECENT_EVENTS)
+        self._pauses: list[_Span] = []
+        """The same on the clock: a device computes on for a while, though the host waits already."""
+        self._recent: deque[tuple[_Span, bool]] = deque(maxlen=_RECENT_STEPS)
+        self._waited_since_issue = 0.0
+        self._update: _Span | None = None
+        """The last global update."""
+        self._recent_transfers: deque[_Span | None] = deque(maxlen=_RECENT_EVENTS)
+        """None for one that nobody had to wait for."""
+        self._recent_updates: deque[_Span] = deque(maxlen=_RECENT_EVENTS)
+
+    @property
+    def clock(self) -> Clock:
+        """Tells how long work takes where it is done."""
+        return self._clock
 
     def step(self, undisturbed: bool = False) -> None:
         """Count a step that ends now.
@@ -97,34 +130,42 @@ class StatsRecorder:
         Args:
             undisturbed: whether it neither sent anything nor had anything in flight.
         """
-        now = time.monotonic()
+        now, mark = time.monotonic(), self._clock.mark()
         current = self._stages[self.stage]
         current.steps += 1
         if self._last_step_end is not None:
-            seconds = now - self._last_step_end - self._elsewhere
-            current.compute_seconds += seconds
-            self._recent.append((seconds, undisturbed))
-        self._last_step_end, self._elsewhere = now, 0.0
+            current.compute_seconds += now - self._last_step_end - self._elsewhere
+            self._recent.append((_Span(self._last_step, mark, tuple(self._pauses)), undisturbed))
+        self._last_step_end, self._last_step = now, mark
+        self._elsewhere, self._pauses = 0.0, []
 
     def recent_compute_seconds(self) -> float:
         """Median of the last steps' computation: of the undisturbed ones, if there are any."""
-        undisturbed = [seconds for seconds, flag in self._recent if flag]
-        return statistics.median(undisturbed or [seconds for seconds, _ in self._recent] or [0.0])
+        undisturbed = [span for span, flag in self._recent if flag]
+        return self._median(undisturbed or [span for span, _ in self._recent])
 
     def recent_transfer_seconds(self) -> float:
         """Median of the last transfers beside local steps; one that nobody had to wait for counts as 0."""
-        return statistics.median(self._recent_transfers or [0.0])
+        return self._median(self._recent_transfers)
 
     def recent_update_seconds(self) -> float:
         """Median of the last global updates and rebases; 0 where there was none."""
-        return statistics.median(self._recent_updates or [0.0])
+        return self._median(self._recent_updates)
+
+    def _median(self, spans: Iterable[_Span | None]) -> float:
+        return statistics.median([0.0 if span is None else self._seconds(span) for span in spans] or [0.0])
+
+    def _seconds(self, span: _Span) -> float:
+        pauses = sum(self._seconds(pause) for pause in span.pauses)
+        return max(0.0, self._clock.seconds(span.begin, span.end) - pauses)
 
     def sync_event(self, completed: int | None = None) -> None:
         current = self._stages[self.stage]
         current.sync_points += 1
         current.allreduces += 1
-        self._issued_at = time.monotonic()
-        self._waited_since_issue = self._updated_since_issue = 0.0
+        self._issued_at, self._issued = time.monotonic(), self._clock.mark()
+        self._waited_since_issue = 0.0
+        self._update = None
         if completed is not None:
             self._last_completed = completed
 
@@ -137,39 +178,52 @@ class StatsRecorder:
             empty: whether no rank contributed to it.
         """
         self._last_completed = event
-        if not empty:
-            self._recent_updates.append(self._updated_since_issue)
+        if self._update is not None and not empty:
+            self._recent_updates.append(self._update)
         if self._issued_at is not None:
             in_flight = time.monotonic() - self._issued_at
             self._stages[self.stage].in_flight_seconds += in_flight
-            if overlapped:
+            if overlapped and self._update is not None:
                 waited_for = self._waited_since_issue > _WAITED_FOR * in_flight
-                self._recent_transfers.append(in_flight - self._updated_since_issue if waited_for else 0.0)
-        self._issued_at = None
+                transfer = _Span(self._issued, self._update.begin)
+                self._recent_transfers.append(transfer if waited_for else None)
+        self._issued_at = self._issued = None
 
     def dropped(self) -> None:
         """What was in flight will never complete: another event may take its place."""
-        self._issued_at = None
+        self._issued_at = self._issued = None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around a global update."""
-        began = time.monotonic()
+        began, mark = time.monotonic(), self._clock.mark()
         try:
             yield
         finally:
-            seconds = time.monotonic() - began
+            seconds = self._paused(began, mark)
             self._stages[self.stage].update_seconds += seconds
-            self._updated_since_issue += seconds
-            self._elsewhere += seconds
+            self._update = self._pauses[-1]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for communication."""
+        began, mark = time.monotonic(), self._clock.mark()
+        try:
+            yield
+        finally:
+            seconds = self._paused(began, mark)
+            self._stages[self.stage].wait_seconds += seconds
+            self._waited_since_issue += seconds
+
+    def _paused(self, began: float, mark: Any) -> float:
+        """Note that what lies between then and now was no computation; returns the host's seconds."""
+        seconds = time.monotonic() - began
+        self._elsewhere += seconds
+        self._pauses.append(_Span(mark, self._clock.mark()))
+        return seconds
 
     def sent(self, count: int) -> None:
         self._stages[self.stage].bytes_sent += count
-
-    def waited(self, seconds: float) -> None:
-        self._stages[self.stage].wait_seconds += seconds
-        self._waited_since_issue += seconds
-        self._elsewhere += seconds
 
     def snapshot(self) -> Stats:
         """The counters as they stand, detached from the recorder."""

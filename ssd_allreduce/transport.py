@@ -98,19 +98,17 @@ class Transport:
                 that the other ranks end too.
             CommunicationError: the engine failed.
         """
-        began = time.monotonic()
-        deadline = began + self._timeout
+        deadline = time.monotonic() + self._timeout
         waiting = list(pending)
-        try:
-            while waiting:
-                with self.tracer.span("wait"):
-                    self.communicator.wait(waiting[0].handle, max(0.0, deadline - time.monotonic()))
-                # An engine forgets what has been waited for, so it may not be asked after again.
-                self.tracer.finished(waiting.pop(0).name)
-        except TimeoutError:
-            self._end_engine([p.name for p in waiting if not self._is_done(p)])
-        finally:
-            self._stats.waited(time.monotonic() - began)
+        with self._stats.waiting():
+            try:
+                while waiting:
+                    with self.tracer.span("wait"):
+                        self.communicator.wait(waiting[0].handle, max(0.0, deadline - time.monotonic()))
+                    # An engine forgets what has been waited for, so it may not be asked after again.
+                    self.tracer.finished(waiting.pop(0).name)
+            except TimeoutError:
+                self._end_engine([p.name for p in waiting if not self._is_done(p)])
 
     def observe(self, pending: Sequence[Pending]) -> None:
         """Let a trace know which operations are done by now."""

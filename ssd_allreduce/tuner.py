@@ -97,11 +97,17 @@ class Tuner:
         transport, stats = self._training.transport, self._training.stats
         compute, update = stats.recent_compute_seconds(), stats.recent_update_seconds()
         beside = stats.recent_transfer_seconds()
-        # All ranks begin together, so that none takes another's delay for the network's.
+        # All ranks begin together, with nothing left to do, so that none takes another's delay, or its own
+        # device's, for the network's.
+        stats.clock.settle()
         transport.reduce_now(torch.zeros(1, dtype=torch.float64), "tuning.begin", ReduceOp.SUM)
         began, used = time.monotonic(), time.process_time()
         empty_event()
+        stats.clock.settle()
         transfer, processor = time.monotonic() - began, time.process_time() - used
+        if stats.clock.spares_the_host:
+            # What the transfer takes from the host's processor, it does not take from the steps.
+            processor = 0.0
         # A rank that is early waits for the others, not for the network: the shortest wait counts.
         own = torch.tensor([compute, transfer, processor, update, -beside], dtype=torch.float64)
         compute, transfer, processor, update, beside = transport.reduce_now(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import ssd_allreduce as ssd
 from ssd_allreduce.clipping import clip_gradients
+from ssd_allreduce.clocks import clock_for
 
 STEPS = 14
 Optimizers = Callable[[Any], torch.optim.Optimizer]
@@ -187,3 +189,18 @@ def test_nobody_waits_for_a_gradient_scaler_in_a_delay_step(make: Optimizers, wa
     ours = train_scaled(make, "cuda", watch)
     expected = train_scaled(make, "cpu", lambda step, make_step: make_step())
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_work_on_the_gpu_is_measured_there() -> None:
+    clock = clock_for([torch.zeros(1), torch.zeros(1, device="cuda")])
+    assert clock.spares_the_host
+    clock.settle()
+    began = time.monotonic()
+    first = clock.mark()
+    torch.cuda._sleep(200_000_000)
+    second = clock.mark()
+    handed_over = time.monotonic() - began
+    measured = clock.seconds(first, second)
+    passed = time.monotonic() - began
+    assert handed_over < 0.5 * measured
+    assert measured < 1.05 * passed

@@ -17,6 +17,40 @@ from ssd_allreduce import Loopback
 AUTO: dict[str, Any] = {"delay_steps": "auto"}
 
 
+class Device:
+    """The clock of a device that does later what it is given, while the host goes on."""
+
+    spares_the_host = True
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def give(self, seconds: float) -> None:
+        self.free_at = self.mark() + seconds
+
+    def mark(self) -> float:
+        return max(time.monotonic(), self.free_at)
+
+    def seconds(self, begin: float, end: float) -> float:
+        time.sleep(max(0.0, end - time.monotonic()))
+        return end - begin
+
+    def settle(self) -> None:
+        self.seconds(0.0, self.free_at)
+
+
+class EngineOfADevice(SlowLoopback):
+    """Sends what the device has computed, not before."""
+
+    def __init__(self, device: Device, seconds: float) -> None:
+        super().__init__(2, seconds)
+        self._device = device
+
+    def allreduce_async(self, *arguments: Any, **options: Any) -> float:
+        ready_in = self._device.mark() - time.monotonic()
+        return ready_in + super().allreduce_async(*arguments, **options)
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [pytest.param(0.0, 2, id="fast network"), pytest.param(5.0, 16, id="slow network")],
@@ -34,6 +68,29 @@ def test_slower_networks_get_longer_periods(
     assert (stats.delay_steps, stats.overlap_steps <= stats.delay_steps // 2) == (expected, True)
     (record,) = caplog.records
     assert f"delay_steps={expected}, overlap_steps={stats.overlap_steps}" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("transfer", "expected"),
+    [
+        pytest.param(0.05, (2, 1), id="hidden by one step"),
+        pytest.param(0.2, (6, 3), id="hidden by three"),
+    ],
+)
+def test_steps_are_measured_where_they_are_computed(
+    transfer: float, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is done with a step long before a GPU is, and would take every transfer for a long one."""
+    device = Device()
+    monkeypatch.setattr("ssd_allreduce.optimizer.clock_for", lambda tensors: device)
+    model = small_model()
+    optimizer = wrap(model, EngineOfADevice(device, transfer), retune_periods=2, **AUTO)
+    chosen = []
+    for step in range(30):
+        train_step(model, optimizer, step, edit=lambda: device.give(0.1))
+        stats = optimizer.stats()
+        chosen.append((stats.delay_steps, stats.overlap_steps))
+    assert chosen[4:] == [expected] * len(chosen[4:])
 
 
 def test_limits_are_kept() -> None:
