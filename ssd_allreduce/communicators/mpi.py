@@ -26,9 +26,9 @@ class MPICommunicator:
     """Allreduce through mpi4py, on duplicates of ``MPI.COMM_WORLD``.
 
     MPI reduces float32 and float64 here: other types travel as float32. Tensors in CUDA memory are handed
-    to an MPI that says it reads them (``MPIX_Query_cuda_support``), and else copied. Importing mpi4py
-    initialises MPI, unless the user's code has done so. All ranks of the job take part. The first
-    operation is collective: it makes a duplicate.
+    to an MPI that reads them in non-blocking collectives (:func:`reads_cuda_memory`), and else copied.
+    Importing mpi4py initialises MPI, unless the user's code has done so. All ranks of the job take part. The
+    first operation is collective: it makes a duplicate.
 
     Raises:
         UsageError: mpi4py is not installed.
@@ -150,11 +150,15 @@ class _TranslatedErrors:
 
 
 def reads_cuda_memory(mpi: Any) -> bool:
-    """Whether this MPI was built, and has been started, to read and write CUDA memory.
+    """Whether this MPI was built, and has been started, to reduce in CUDA memory without blocking.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
     """
+    # Open MPI says yes for its blocking operations. Its non-blocking reductions take the device's addresses
+    # for the host's, and crash: https://github.com/open-mpi/ompi/issues/9845.
+    if mpi.Get_library_version().startswith("Open MPI"):
+        return False
     # Open MPI, MPICH and what derives from them say so by a function that mpi4py does not wrap.
     library = ctypes.CDLL(mpi.__file__)
     query = getattr(library, "MPIX_Query_cuda_support", None)

@@ -237,20 +237,27 @@ def test_training_by_name_through_host_memory_changes_no_bit() -> None:
     assert all(equal(one, other) for one, other in zip(through_host, directly, strict=True))
 
 
+SAYS_YES = "int MPIX_Query_cuda_support(void) { return 1; }"
+
+
 @pytest.mark.parametrize(
-    ("source", "reads"),
+    ("version", "source", "reads"),
     [
-        ("int MPIX_Query_cuda_support(void) { return 1; }", True),
-        ("int MPIX_Query_cuda_support(void) { return 0; }", False),
-        ("int something_else(void) { return 1; }", False),
+        ("MPICH Version: 4.3.0", SAYS_YES, True),
+        ("MPICH Version: 4.3.0", "int MPIX_Query_cuda_support(void) { return 0; }", False),
+        ("MPICH Version: 4.3.0", "int something_else(void) { return 1; }", False),
+        ("Open MPI v5.0.8, package: Open MPI", SAYS_YES, False),
     ],
-    ids=["says yes", "says no", "does not say"],
+    ids=["says yes", "says no", "does not say", "says yes of blocking operations only"],
 )
-def test_mpi_is_asked_whether_it_reads_cuda_memory(source: str, reads: bool, tmp_path: Path) -> None:
+def test_mpi_is_asked_whether_it_reads_cuda_memory(
+    version: str, source: str, reads: bool, tmp_path: Path
+) -> None:
     library = tmp_path / "mpi.so"
     compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(compiler, input=source, text=True, check=True)
-    assert reads_cuda_memory(SimpleNamespace(__file__=str(library))) is reads
+    mpi = SimpleNamespace(__file__=str(library), Get_library_version=lambda: version)
+    assert reads_cuda_memory(mpi) is reads
 
 
 def test_thread_that_waited_for_the_device_ends() -> None:
