@@ -1,4 +1,4 @@
-"""``torch.distributed`` as the engine: gloo for CPU memory, NCCL for CUDA memory where torch has it."""
+"""``torch.distributed`` as the engine: gloo for CPU memory, NCCL for CUDA memory where it is in use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ssd_allreduce.communicators.leaving import Leaving, end_process
 from ssd_allreduce.communicators.protocol import Capabilities, Handle, ReduceOp, wait_until
 from ssd_allreduce.errors import CommunicationError, UsageError
 
-# gloo counts from the start of an operation, which may rightly be in flight for hours while a rank
+# Backends count from the start of an operation, which may rightly be in flight for hours while a rank
 # evaluates. Waits are bounded by those who wait.
 _OPERATION_LIMIT = datetime.timedelta(days=7)
+_BOTH = "cpu:gloo,cuda:nccl"
 _START_SECONDS = 600.0
 _LINGERING_SECONDS = 5.0
 
@@ -38,7 +39,9 @@ class TorchCommunicator:
     """Allreduce through ``torch.distributed``, in process groups of its own.
 
     ``torch.distributed`` is initialised from the launcher's environment (``torchrun``) if it has not been.
-    All ranks of the job take part. The first operation is collective: it makes a process group.
+    All ranks of the job take part. The first operation is collective: it makes a process group. Tensors in
+    CUDA memory are handed to NCCL, or copied if the user's code has initialised ``torch.distributed``
+    without it (``init_process_group("gloo")``).
 
     Raises:
         UsageError: torch was built without ``torch.distributed``, or the environment names no job.
@@ -69,7 +72,7 @@ class TorchCommunicator:
     @property
     def capabilities(self) -> Capabilities:
         dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-        devices = {"cpu", "cuda"} if _has_nccl() else {"cpu"}
+        devices = {"cpu", "cuda"} if _uses_nccl() else {"cpu"}
         return Capabilities("order", dtypes, frozenset(devices), threads=True)
 
     @property
@@ -160,9 +163,13 @@ def _has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
+def _uses_nccl() -> bool:
+    return _has_nccl() and "nccl" in dist.get_backend_config()
+
+
 def _initialise() -> None:
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if _has_nccl() else "gloo")
+        dist.init_process_group(_BOTH if _has_nccl() else "gloo")
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             f"torch.distributed is not initialised, and could not be from the environment: {error} Launch "
@@ -172,9 +179,14 @@ def _initialise() -> None:
 
 def _new_group(timeout: float) -> Any:
     began = time.monotonic()
-    backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
     try:
-        return dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=timeout))
+        group = dist.new_group(
+            backend=_BOTH if _uses_nccl() else "gloo", timeout=datetime.timedelta(seconds=timeout)
+        )
+        # NCCL knows no limit of an operation's own: when the group's is up, it ends the process.
+        untyped: Any = dist.distributed_c10d
+        untyped._set_pg_timeout(_OPERATION_LIMIT, group)
+        return group
     except RuntimeError as error:
         assert _leaving is not None
         _leaving.failed()
