@@ -618,13 +618,6 @@ def row(result: dict[str, Any]) -> str:
     )
 
 
-def kernels_of(device: str) -> str:
-    if device == "cpu":
-        return ops.IMPLEMENTATION
-    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
-    return "compiled" if has_kernel("ssd_allreduce::local_plain_", "CUDA") else "reference"
-
-
 def parse_arguments() -> argparse.Namespace:
     names = [operation.name for operation in OPERATIONS]
     parser = argparse.ArgumentParser(
@@ -648,7 +641,8 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"kernels: {kernels_of(arguments.device)}, device: {arguments.device}, torch {torch.__version__}")
+    kernels = ops.implementation(arguments.device)
+    print(f"kernels: {kernels}, device: {arguments.device}, torch {torch.__version__}")
     print(
         f"threads: {torch.get_num_threads()}" if arguments.device == "cpu" else torch.cuda.get_device_name()
     )

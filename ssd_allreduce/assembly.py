@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ssd_allreduce import ops
 from ssd_allreduce.agreement import text_digest
 from ssd_allreduce.buffers import BufferAverager
 from ssd_allreduce.communicators.horovod import EVERY_PROCESS
@@ -77,6 +78,7 @@ def assemble(
 ) -> Training:
     """Make the parts and put them together."""
     parameters, base, communicator = family.parameters, family.base, transport.communicator
+    ops.check_kernels(parameter.device.type for parameter in parameters.tensors)
     reducer = Reducer(
         parameters,
         transport,

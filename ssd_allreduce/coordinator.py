@@ -137,7 +137,12 @@ class Coordinator:
     def _describe(self) -> list[tuple[str, agreement.Lines]]:
         names, model = self.parameters.names, self._model
         return [
-            describe.describe_settings(self.training.settings, self.training.wire, self._reducer.unit_names),
+            describe.describe_settings(
+                self.training.settings,
+                self.training.wire,
+                self._reducer.unit_names,
+                [parameter.device.type for parameter in self.parameters.tensors],
+            ),
             ("the averaged buffers", self.training.buffers.describe()),
             describe.describe_base(self.training.base, self.training.options),
             describe.describe_parameters(self.parameters),

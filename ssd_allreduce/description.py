@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -17,10 +17,11 @@ from ssd_allreduce.wire import WireFormat
 
 
 def describe_settings(
-    settings: Settings, wire: WireFormat, units: Sequence[Sequence[str]]
+    settings: Settings, wire: WireFormat, units: Sequence[Sequence[str]], device_types: Iterable[str]
 ) -> tuple[str, agreement.Lines]:
-    """The options of the algorithm and of the wire, and which tensors travel together."""
-    lines = [*settings.describe(), *wire.describe(), ("kernels", ops.IMPLEMENTATION)]
+    """The options of the algorithm and of the wire, which tensors travel together, and what updates them."""
+    kernels = [(f"kernels for {kind}", ops.implementation(kind)) for kind in sorted(set(device_types))]
+    lines = [*settings.describe(), *wire.describe(), *kernels]
     if wire.grouped:
         lines += [(f"group {number} of tensors", ", ".join(unit)) for number, unit in enumerate(units)]
     return "settings", lines

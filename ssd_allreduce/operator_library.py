@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,3 +141,33 @@ def _register() -> object:
 _LIBRARY = _register()
 IMPLEMENTATION: str = _load_extension()
 """What serves CPU tensors: ``"compiled"`` or ``"reference"``."""
+
+
+def implementation(device_type: str) -> str:
+    """What serves tensors on devices of a type: ``"compiled"`` or ``"reference"``."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::checksum", key)
+    return "compiled" if compiled else "reference"
+
+
+def check_kernels(device_types: Iterable[str]) -> None:
+    """Tell the user of devices that the compiled kernels were not built for.
+
+    Raises:
+        ImportError: ``SSD_ALLREDUCE_KERNELS=compiled`` demands kernels that are not there.
+    """
+    if IMPLEMENTATION == "reference":
+        # Said when the package was imported, or asked for.
+        return
+    missing = sorted({kind for kind in device_types if implementation(kind) == "reference"})
+    if not missing:
+        return
+    problem = (
+        f"the kernels were compiled, but not for parameters on {' and '.join(missing)}, for which plain "
+        "torch serves, slower and with other roundings"
+    )
+    remedy = "docs/performance.md says what building the CUDA kernels needs"
+    if os.environ.get(_SELECTOR) == "compiled":
+        raise ImportError(f"{_SELECTOR}=compiled, and {problem}; {remedy}, or unset {_SELECTOR}")
+    # The line that made the optimizer.
+    warnings.warn(f"{problem}; {remedy}", ExtensionNotBuiltWarning, stacklevel=4)

@@ -16,7 +16,8 @@ where they compute, so that nobody waits for a GPU; plain torch reads it on the 
 ``IMPLEMENTATION`` says which kernels serve CPU tensors: ``"compiled"`` (``ssd_allreduce._C``) or
 ``"reference"`` (:mod:`ssd_allreduce.reference`, plain torch, several passes). The environment
 variable ``SSD_ALLREDUCE_KERNELS`` demands one of the two; without it the compiled kernels are taken
-where they are built, and a warning says so where they are not.
+where they are built, and a warning says so where they are not. :func:`implementation` says it of tensors on
+any type of device, and :func:`check_kernels` warns, or fails, for those that an optimizer has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ssd_allreduce.operator_library import IMPLEMENTATION, ExtensionNotBuiltWarning
+from ssd_allreduce.operator_library import (
+    IMPLEMENTATION,
+    ExtensionNotBuiltWarning,
+    check_kernels,
+    implementation,
+)
 from ssd_allreduce.reference import Accumulation, Correction
 
 __all__ = [
@@ -36,7 +42,9 @@ __all__ = [
     "ExtensionNotBuiltWarning",
     "accumulate_",
     "accumulate_squares_",
+    "check_kernels",
     "checksum",
+    "implementation",
     "local_adam_",
     "local_corrected_",
     "local_momentum_",

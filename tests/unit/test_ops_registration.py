@@ -251,6 +251,36 @@ def test_other_choices_are_refused() -> None:
     assert "SSD_ALLREDUCE_KERNELS='fast'; allowed are 'compiled' and 'reference'" in result.stderr
 
 
+# A type of device for which no kernels are written: as a GPU is where they were built without nvcc.
+ON_ANOTHER_DEVICE = (
+    "from ssd_allreduce import ops; print(ops.implementation('mps')); ops.check_kernels(['cpu', 'mps'])"
+)
+
+
+def test_devices_without_compiled_kernels_are_told_apart() -> None:
+    result = run_python(ON_ANOTHER_DEVICE, SSD_ALLREDUCE_KERNELS="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "reference"
+    assert result.stderr.count("ExtensionNotBuiltWarning") == 1
+    assert "not for parameters on mps, for which plain torch serves" in result.stderr
+
+
+def test_kernels_that_are_demanded_and_missing_for_a_device_are_an_error() -> None:
+    result = run_python(ON_ANOTHER_DEVICE, SSD_ALLREDUCE_KERNELS="compiled")
+    assert result.returncode != 0
+    assert (
+        "ImportError: SSD_ALLREDUCE_KERNELS=compiled, and the kernels were compiled, but not" in result.stderr
+    )
+
+
+@pytest.mark.parametrize("choice", ["compiled", "reference"])
+def test_devices_of_the_chosen_kernels_need_no_word(choice: str) -> None:
+    demand = "from ssd_allreduce import ops; print(ops.implementation('cpu')); ops.check_kernels(['cpu'])"
+    result = run_python(demand, SSD_ALLREDUCE_KERNELS=choice)
+    assert (result.returncode, result.stdout.strip()) == (0, choice), result.stderr
+    assert "ExtensionNotBuiltWarning" not in result.stderr
+
+
 def checksums_of_results() -> list[int]:
     results: list[int] = []
     for operation in OPERATIONS:
