@@ -33,8 +33,10 @@ class AdamFamily(Family):
                 )
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        # Where torch's own step looks for it: its fused and capturable forms read it on the device.
+        on_device = group.get("fused") or group.get("capturable")
         return {
-            STEP: torch.tensor(0.0, dtype=torch.float32),
+            STEP: torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
             FIRST: layout.zeros_like(parameter),
             SECOND: layout.zeros_like(parameter),
         }
