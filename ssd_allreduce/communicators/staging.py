@@ -9,7 +9,7 @@ memory get a copy in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -69,11 +69,15 @@ class Cuda:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def beside(self, after: Iterable[Event] = ()) -> AbstractContextManager[object]:
+    @contextmanager
+    def beside(self, after: Iterable[Event] = ()) -> Iterator[None]:
         for event in after:
             assert isinstance(event, torch.cuda.Event)
             self._stream.wait_event(event)
-        return torch.cuda.stream(self._stream)
+        # The device as well: leaving a stream in a thread that has used no other device would make that
+        # thread start the first one, and take some of its memory.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
 
     def take_over(self, tensor: Tensor) -> None:
         # Its memory belongs to the other stream, which would give it away again without waiting.
