@@ -201,3 +201,64 @@ class TestOptions:
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("mpirun -n 3 ")
         assert result.stdout.rstrip().endswith("a\\ b")
+
+
+class TestGpuScript:
+    """With a Python that builds nothing and tells how it was called."""
+
+    PYTHON = (
+        'case "$1" in',
+        '    -c) case "$2" in *get_device_capability*) echo 9.0 ;; esac ;;',
+        '    setup.py) echo "CUDA kernels: for $TORCH_CUDA_ARCH_LIST"; mkdir -p build/gpu/package ;;',
+        '    -m) echo "tests with $PYTHONPATH"; exit "${TESTS_END_WITH:-0}" ;;',
+        '    *) echo "benchmark into $5" ;;',
+        "esac",
+    )
+
+    def run(self, root: Path, *stages: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs it from another folder than its own, in which the Python is."""
+        (root / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / "test_gpu.sh", root / "scripts")
+        program(root / "here" / "python", *self.PYTHON)
+        return subprocess.run(
+            [BASH, "../scripts/test_gpu.sh", *stages],
+            cwd=root / "here",
+            env={"PATH": "/usr/bin:/bin", "SSD_ALLREDUCE_PYTHON": "./python", **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def test_builds_tests_and_measures(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path)
+        assert result.returncode == 0, result.stderr
+        said = [line for line in result.stdout.splitlines() if line and not line.startswith("==>")]
+        build = tmp_path / "build" / "gpu"
+        assert said == [
+            "CUDA kernels: for 9.0",
+            f"tests with {build}/package",
+            f"benchmark into {build}/kernels.json",
+            f"figures in {build}/kernels.json",
+        ]
+
+    def test_stages_run_one_at_a_time(self, tmp_path: Path) -> None:
+        assert "run the stage build first" in self.run(tmp_path, "tests").stderr
+        assert "CUDA kernels" in self.run(tmp_path, "build", TORCH_CUDA_ARCH_LIST="8.0").stdout
+        result = self.run(tmp_path, "benchmark", SSD_ALLREDUCE_GPU_JSON="figures.json")
+        assert "CUDA kernels" not in result.stdout
+        assert f"benchmark into {tmp_path}/here/figures.json" in result.stdout
+
+    def test_search_path_of_the_caller_is_kept(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "build", "tests", PYTHONPATH="/tools")
+        assert f"tests with {tmp_path}/build/gpu/package:/tools" in result.stdout
+
+    def test_benchmark_runs_after_tests_that_failed(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, TESTS_END_WITH="1")
+        assert result.returncode == 1
+        assert "benchmark into" in result.stdout
+
+    def test_unknown_stage_is_refused(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "bench")
+        assert result.returncode == 1
+        assert "there is no stage 'bench'; allowed are build, tests and benchmark" in result.stderr
