@@ -193,6 +193,16 @@ def test_tensors_on_several_gpus() -> None:
 @pytest.mark.timeout(600)
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "77", sys.executable]
+    probe = subprocess.run(
+        [*command, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if probe.returncode != 0:
+        # As in containers that may not debug the device, or with a tool that is older than the GPU.
+        pytest.skip(f"compute-sanitizer does not run here: {(probe.stdout + probe.stderr)[-300:]}")
     program = Path(__file__).parent / "sanitized_calls.py"
     done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
