@@ -8,6 +8,7 @@ state here, also after a load.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
@@ -136,7 +137,7 @@ class BaseOptimizer:
                 mine.clear()
                 mine.update(loaded)
         if state is not self.state:
-            entries = {key: _owned(value) for key, value in state.items() if isinstance(key, Tensor)}
+            entries = {key: owned(value) for key, value in state.items()}
             self.state.clear()
             self.state.update(entries)
         self._materialised = {}
@@ -177,9 +178,26 @@ class BaseOptimizer:
             relative._opt_called = True  # type: ignore[attr-defined]
 
     @property
+    def own_attributes(self) -> dict[str, Any]:
+        """What the user's class may have put into its instance, beside groups and state."""
+        others = {"param_groups", "state", "defaults", *(horovod.ATTRIBUTES if self._horovod_wrapped else ())}
+        return {name: value for name, value in self.given.__dict__.items() if name not in others}
+
+    @property
+    def shared_state(self) -> dict[Any, Any]:
+        """State that belongs to no single parameter, which some optimizers keep under keys of their own."""
+        return without_parameters(self.state)
+
+    @property
     def option_names(self) -> tuple[str, ...]:
         """The options that the optimizer's code reads from its groups."""
-        return tuple(self.given.defaults)
+        if self.kind.__module__.startswith("torch."):
+            return tuple(self.given.defaults)
+        # Others may declare only some of their options, and find the rest in the groups they are given.
+        found = dict.fromkeys(self.given.defaults)
+        for group in self.groups:
+            found.update(dict.fromkeys(name for name in group if not _is_for_others(name)))
+        return tuple(found)
 
     def materialise_state(self, initial: InitialState) -> None:
         """Create the state that the first step would create, so that a broadcast finds it.
@@ -196,7 +214,7 @@ class BaseOptimizer:
                     entry = initial(parameter, group)
                     if entry:
                         self.state[parameter] = entry
-                        self._materialised[parameter] = _owned(entry)
+                        self._materialised[parameter] = owned(entry)
 
     def initial_state_places(self) -> list[int]:
         """The parameters, as state dicts number them, whose state was created and never overwritten."""
@@ -207,7 +225,7 @@ class BaseOptimizer:
         parameters = self._all_parameters()
         for parameter in (parameters[place] for place in places):
             if parameter in self.state:
-                self._materialised[parameter] = _owned(self.state[parameter])
+                self._materialised[parameter] = owned(self.state[parameter])
 
     def places_with_state_like(self, initial: InitialState) -> list[int]:
         """The parameters whose state is what :meth:`materialise_state` would create."""
@@ -252,24 +270,46 @@ class BaseOptimizer:
         self._undo = []
 
 
-def _owned(value: Any) -> Any:
-    """A copy of loaded state: torch's loader shares tensors with the dictionary it was given."""
+_OF_SCHEDULERS = ("initial_", "max_", "min_", "base_", "swa_")
+
+
+def _is_for_others(name: str) -> bool:
+    """Whether an entry of a group is no option of the optimizer's, but torch's own or a scheduler's."""
+    return name in ("params", "param_names") or name.startswith(_OF_SCHEDULERS)
+
+
+def without_parameters(state: dict[Any, Any]) -> dict[Any, Any]:
+    """The part of an optimizer's state that lies under keys that are no parameters."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def owned(value: Any) -> Any:
+    """A copy of state, with all tensors in it, however deep its lists and dictionaries are."""
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, dict):
-        return {key: _owned(item) for key, item in value.items()}
-    return value
+    if type(value) is dict:
+        return {key: owned(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(owned(item) for item in value)
+    return copy.deepcopy(value)
 
 
 def _same_entry(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
+    return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
 
 
-def _same_value(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two pieces of state are equal, however deep their lists and dictionaries are."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         # Step counts may lie on another device after a load.
-        return torch.equal(one, other.to(one))
-    return type(one) is type(other) and bool(one == other)
+        return one.shape == other.shape and torch.equal(one, other.to(one))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return _same_entry(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return bool(one == other)
 
 
 def refuse_differentiable(groups: Iterable[dict[str, Any]]) -> None:

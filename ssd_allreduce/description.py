@@ -75,10 +75,21 @@ def describe_state(names: Sequence[str], model: GlobalModel) -> tuple[str, agree
     """Digests of the base optimizer's state."""
     lines = []
     for name, entry in zip(names, model.entries(), strict=True):
-        for key, value in sorted(entry.items()):
-            text = agreement.tensor_digest(value) if isinstance(value, Tensor) else repr(value)
-            lines.append((f"the {key} of {name!r}", text))
+        lines += [(f"the {key} of {name!r}", _text(value)) for key, value in sorted(entry.items())]
+    shared = sorted(model.shared_state().items(), key=repr)
+    lines += [(f"the state under {key!r}", _text(value)) for key, value in shared]
     return "the optimizer's state", lines
+
+
+def _text(value: object) -> str:
+    """A piece of state as ranks compare it: its tensors by their digests, however deep they lie."""
+    if isinstance(value, Tensor):
+        return agreement.tensor_digest(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)
 
 
 def _digests(names: Sequence[str], tensors: Sequence[Tensor]) -> agreement.Lines:

@@ -51,6 +51,10 @@ class GlobalModel:
         state = self._base.state
         return [state.get(p, {}) for p in self._parameters.tensors]
 
+    def shared_state(self) -> dict[object, object]:
+        """State that belongs to no single parameter."""
+        return self._base.shared_state
+
     def replay(self, replay: Replay) -> None:
         """Run the base optimizer on the global weights, once per step, with the same mean gradient."""
         assert self.weights is not None

@@ -6,7 +6,8 @@ step, sent with the control row, and written back for the replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import numbers
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +16,8 @@ import torch
 
 Row: TypeAlias = tuple[float, ...]
 Groups: TypeAlias = list[dict[str, Any]]
+Option: TypeAlias = tuple[int, str]
+"""A group's index, and the name of one of its options."""
 
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -35,10 +38,14 @@ class _Slot:
         return self.option if self.element is None else f"{self.option}[{self.element}]"
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether an option can be a column: any real number, numpy's and tensors of one element among them."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, bool | int | float)
+        return value.numel() == 1 and not value.is_complex()
+    # numpy's booleans are no numbers to Python, and its arrays would be converted if they had one element.
+    return isinstance(value, numbers.Real) or (
+        hasattr(type(value), "__float__") and getattr(value, "ndim", 0) == 0
+    )
 
 
 class GroupOptions:
@@ -46,8 +53,8 @@ class GroupOptions:
 
     Args:
         groups: the optimizer's param groups.
-        option_names: options that the optimizer's own code reads (the keys of its ``defaults``); what
-            schedulers store beside them stays out.
+        option_names: options that the optimizer's own code reads; what schedulers store beside them
+            stays out.
     """
 
     def __init__(self, groups: Groups, option_names: Sequence[str]) -> None:
@@ -55,12 +62,17 @@ class GroupOptions:
         for group_index, group in enumerate(groups):
             for option in (name for name in option_names if name not in _IMPLEMENTATION):
                 value = group.get(option)
-                if _is_number(value):
+                if is_number(value):
                     self._slots.append(_Slot(group_index, option, None))
-                elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+                elif isinstance(value, tuple | list) and all(map(is_number, value)):
                     self._slots += [_Slot(group_index, option, i) for i in range(len(value))]
         self.columns = {(slot.group, slot.name): column for column, slot in enumerate(self._slots)}
         """Place in a row of each option, by group and name."""
+
+    @property
+    def options(self) -> set[Option]:
+        """All options of which there are columns."""
+        return {(slot.group, slot.option) for slot in self._slots}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -79,24 +91,41 @@ class GroupOptions:
             values.append(float(value if slot.element is None else value[slot.element]))
         return tuple(values)
 
-    def write(self, groups: Groups, row: Row) -> None:
-        """Put a row's values into groups, each in the type of what it replaces where that can hold it."""
+    def write(self, groups: Groups, row: Row, but: Container[Option] = ()) -> None:
+        """Put a row's values into groups, each in the type of what it replaces where that can hold it.
+
+        Args:
+            groups: what to write to.
+            row: the values.
+            but: options to leave alone.
+        """
         for slot, number in zip(self._slots, row, strict=True):
-            _write(groups[slot.group], slot, number)
+            if (slot.group, slot.option) not in but:
+                _write(groups[slot.group], slot, number)
+
+    def changed(self, groups: Groups, before: Row) -> set[Option]:
+        """The options that have other values than they had."""
+        values = zip(self._slots, self.read(groups), before, strict=True)
+        return {(slot.group, slot.option) for slot, now, then in values if now != then}
 
     @contextmanager
     def written(self, groups: Groups, row: Row) -> Iterator[None]:
-        """The groups hold the row's values inside the context, and their own after it."""
+        """The groups hold the row's values inside the context, and their own after it.
+
+        What is changed inside keeps its change: some optimizers keep count, or adapt, in their groups.
+        """
         if row == self.read(groups):
             yield
             return
         before = [dict(group) for group in groups]
         self.write(groups, row)
+        written = self.read(groups)
         try:
             yield
         finally:
-            for group, old in zip(groups, before, strict=True):
-                group.update(old)
+            changed = self.changed(groups, written)
+            for index, name in self.options - changed:
+                groups[index][name] = before[index][name]
 
 
 class StepOptions(NamedTuple):
@@ -113,9 +142,9 @@ class StepOptions(NamedTuple):
         column = self.layout.columns.get((group, option))
         return 0.0 if column is None else self.row[column]
 
-    def write(self, groups: Groups) -> None:
-        """Put the values into groups."""
-        self.layout.write(groups, self.row)
+    def write(self, groups: Groups, but: Container[Option] = ()) -> None:
+        """Put the values into groups, those of some options excepted."""
+        self.layout.write(groups, self.row, but)
 
 
 def _write(group: dict[str, Any], slot: _Slot, number: float) -> None:
@@ -129,13 +158,17 @@ def _write(group: dict[str, Any], slot: _Slot, number: float) -> None:
 
 
 def _like(old: Any, number: float) -> Any:
-    """The number in the type of the value that it stands in for, or as a float where an int cannot hold it.
+    """The number in the type of the value that it stands in for, or as a float where that cannot hold it.
 
     Groups hold ints where users write ``lr=1``, and torch itself ``momentum=0``: an int says nothing of
-    the values that a scheduler puts there.
+    the values that a scheduler puts there. numpy's booleans and arrays of one number become floats.
     """
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, number)
-    if isinstance(old, int) and not isinstance(old, bool) and not number.is_integer():
+    if isinstance(old, bool):
+        return bool(number)
+    cannot_hold_it = isinstance(old, numbers.Integral) and not number.is_integer()
+    if cannot_hold_it or not isinstance(old, numbers.Number):
         return number
-    return type(old)(number)
+    kind: Any = type(old)
+    return kind(number)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ssd_allreduce.base_optimizer import BaseOptimizer
-from ssd_allreduce.group_options import StepOptions
+from ssd_allreduce.group_options import StepOptions, is_number
 from ssd_allreduce.ops import Correction
 from ssd_allreduce.parameters import Parameters
 from ssd_allreduce.settings import Settings
@@ -62,6 +62,8 @@ class Family(abc.ABC):
 
     needs_squares = False
     """Whether squared gradients have to be accumulated and reduced too."""
+    reads_lr = True
+    """Whether the momentum rule and the replay read the groups' learning rates."""
 
     def __init__(self, base: BaseOptimizer, parameters: Parameters) -> None:
         self.base = base
@@ -81,11 +83,24 @@ class Family(abc.ABC):
             ValueError: naming the option, what is allowed and what to do.
         """
         self.check_groups(self.base.groups)
+        if self.reads_lr or settings.glu != "momentum":
+            self._check_learning_rates(settings)
         if self.needs_squares and settings.warmup_steps < 1 and settings.delay_steps > 1:
             raise ValueError(
                 f"warmup_steps={settings.warmup_steps} with {self.base.kind.__name__}: its second moment has "
                 "to start from synchronous steps. Allowed: at least 1; a few hundred are usual."
             )
+
+    def _check_learning_rates(self, settings: Settings) -> None:
+        for index in dict.fromkeys(self.parameters.group_of):
+            lr = self.base.groups[index].get("lr")
+            if not is_number(lr):
+                raise ValueError(
+                    f"param_groups[{index}] has lr={lr!r}, and glu={settings.glu!r} makes its local steps "
+                    f"with {self.base.kind.__name__}'s learning rate. Allowed: a number under 'lr' in each "
+                    "group; glu='momentum' leaves local steps to the optimizer's own code where it is not "
+                    "torch's SGD, Adam or AdamW."
+                )
 
     @abc.abstractmethod
     def replay(self, weights: Sequence[Tensor], replay: Replay) -> None:

@@ -212,6 +212,15 @@ class WrappedOptions:
     sparse_as_dense: bool
 
 
+ATTRIBUTES = frozenset(
+    {
+        *("_parameter_names", "_allreduce_delay", "_handles", "_grad_accs", "_requires_update"),
+        *("_groups", "_p_to_group", "_group_counts"),
+    }
+)
+"""Attributes of a wrapped optimizer in which Horovod itself keeps parameters."""
+
+
 def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``hvd.DistributedOptimizer`` made this optimizer (Adasum included)."""
     methods = type(optimizer).__dict__

@@ -1,4 +1,7 @@
-"""Any other ``torch.optim.Optimizer``: its own step code, run on twins that share or copy its state."""
+"""Any other ``torch.optim.Optimizer``: its own step code, run on twins that share or copy its state.
+
+State is what the code keeps for each parameter, under other keys of its state, and in its param groups.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from torch.optim import Optimizer
 
 from ssd_allreduce import layout
 from ssd_allreduce.accumulators import Sums
-from ssd_allreduce.base_optimizer import BaseOptimizer
+from ssd_allreduce.base_optimizer import BaseOptimizer, owned, same_value, without_parameters
 from ssd_allreduce.compensation import GlobalState, LocalRule
 from ssd_allreduce.families import noise
-from ssd_allreduce.group_options import StepOptions
+from ssd_allreduce.group_options import GroupOptions, Option, StepOptions
 from ssd_allreduce.ops import Accumulation, Correction, accumulate_
 from ssd_allreduce.parameters import Parameters
+from ssd_allreduce.settings import Settings
 from ssd_allreduce.update_family import Family, Replay
 
 _SECOND_MOMENTS: dict[type[Optimizer], tuple[str, str]] = {
@@ -30,10 +34,17 @@ _SECOND_MOMENTS: dict[type[Optimizer], tuple[str, str]] = {
 
 
 class TwinFamily(Family):
-    """An optimizer that is known only by its ``step()``."""
+    """An optimizer that is known only by its ``step()``.
+
+    Attributes:
+        kept: options that the global steps have changed: they are state, and set by nobody else.
+    """
+
+    reads_lr = False
 
     def __init__(self, base: BaseOptimizer, parameters: Parameters) -> None:
         super().__init__(base, parameters)
+        self.kept: set[Option] = set()
         self._second_moment = next(
             (known for kind, known in _SECOND_MOMENTS.items() if issubclass(base.kind, kind)), None
         )
@@ -41,11 +52,23 @@ class TwinFamily(Family):
         self._global: Optimizer | None = None
         self._stepped_by_global: Sequence[Tensor] | None = None
 
+    def check(self, settings: Settings) -> None:
+        super().check(settings)
+        name = attribute_with_parameters(self.base)
+        if name is not None:
+            raise TypeError(
+                f"{self.base.kind.__module__}.{self.base.kind.__qualname__} is not supported: its attribute "
+                f"{name!r} holds parameters, or another optimizer, and its step would find them there when "
+                "it has to step the global weights. Allowed: optimizers that take parameters from their "
+                "param groups alone."
+            )
+
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """What a step with a zero gradient on a copy leaves behind."""
         probe = torch.nn.Parameter(parameter.detach().clone())
         probe.grad = torch.zeros_like(probe)
-        twin = make_twin(self.base, [{**group, "params": [probe]}])
+        twin = make_twin(self.base, [{**_group_state(group), "params": [probe]}])
+        twin.state.update(owned(self.base.shared_state))
         self.base.step(twin)
         return dict(twin.state[probe])
 
@@ -55,6 +78,7 @@ class TwinFamily(Family):
     def replay(self, weights: Sequence[Tensor], replay: Replay) -> None:
         twin = self._global_twin(weights)
         state = self.base.state
+        twin.state.update(self.base.shared_state)
         for parameter, weight in zip(self.parameters.tensors, weights, strict=True):
             if parameter in state:
                 twin.state[weight] = state[parameter]
@@ -62,12 +86,13 @@ class TwinFamily(Family):
         if replay.correction == Correction.DISPLACEMENT:
             before = [weight.clone() for weight in weights]
         for position, options in enumerate(replay.steps):
-            options.write(twin.param_groups)
             self._put_back_noise(twin, weights, replay, position)
             # Some optimizers edit their gradients, so each step gets its own.
             for index, weight in enumerate(weights):
                 weight.grad = layout.empty_like(weight).copy_(noise.mean_gradient(replay, index))
-            self.base.step(twin)
+            step_twin(self.base, twin, options, self.kept)
+        state.update(without_parameters(twin.state))
+        self._keep_groups(twin, replay.steps[-1].layout)
         for parameter, weight in zip(self.parameters.tensors, weights, strict=True):
             weight.grad = None
             if weight in twin.state:
@@ -83,7 +108,18 @@ class TwinFamily(Family):
             groups = [{**g, "params": m} for g, m in zip(self.base.groups, members, strict=True)]
             self._global = make_twin(self.base, groups)
         self._global.state = defaultdict(dict)
+        take_groups(self._global, self.base.groups)
         return self._global
+
+    def _keep_groups(self, twin: Optimizer, layout: GroupOptions) -> None:
+        """Store in the user's groups what the steps have put into the twin's."""
+        options = layout.options - self.kept
+        for index, (own, stepped) in enumerate(zip(self.base.groups, twin.param_groups, strict=True)):
+            for name, value in stepped.items():
+                # What a row has set is the scheduler's, which may be ahead of the row.
+                is_state = name != "params" and (index, name) not in options
+                if is_state and not (name in own and same_value(own[name], value)):
+                    own[name] = value
 
     def _put_back_noise(
         self, twin: Optimizer, weights: Sequence[Tensor], replay: Replay, position: int
@@ -113,13 +149,65 @@ class TwinFamily(Family):
 
 
 def make_twin(base: BaseOptimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A shallow copy of the user's optimizer with groups and state of its own, and none of its hooks."""
+    """A shallow copy of the user's optimizer with groups and state of its own, and without its hooks."""
     twin: Optimizer = object.__new__(base.kind)
     hidden = ("param_groups", "state", "step", "add_param_group", "synchronize")
     twin.__dict__.update({k: v for k, v in base.given.__dict__.items() if k not in hidden})
+    for name, value in twin.__dict__.items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            # A step that calls the one of its base class runs them, and they are for the user's steps.
+            twin.__dict__[name] = type(value)()
     twin.param_groups = groups
     twin.state = defaultdict(dict)
     return twin
+
+
+def _group_state(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: owned(value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def take_groups(twin: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Give a twin copies of all that groups hold beside their parameters."""
+    for own, group in zip(twin.param_groups, groups, strict=True):
+        own.update(_group_state(group))
+
+
+def step_twin(base: BaseOptimizer, twin: Optimizer, options: StepOptions, kept: set[Option]) -> None:
+    """One step of the user's code on a twin.
+
+    Args:
+        base: the user's optimizer.
+        twin: what its code runs on, with gradients.
+        options: of the step.
+        kept: options that steps have changed themselves, which are left alone; grows.
+    """
+    options.write(twin.param_groups, kept)
+    before = options.layout.read(twin.param_groups)
+    base.step(twin)
+    kept |= options.layout.changed(twin.param_groups, before)
+
+
+def attribute_with_parameters(base: BaseOptimizer) -> str | None:
+    """The name of an attribute of the user's optimizer that holds parameters or another optimizer."""
+    members = {id(parameter) for group in base.groups for parameter in group["params"]}
+    for name, value in base.own_attributes.items():
+        if _holds(value, members, _DEPTH):
+            return name
+    return None
+
+
+_DEPTH = 3
+
+
+def _holds(value: Any, members: set[int], depth: int) -> bool:
+    if isinstance(value, Optimizer) or id(value) in members:
+        return True
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value in members
+    if depth == 0 or not isinstance(value, dict | list | tuple | set | frozenset):
+        return False
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    return any(_holds(item, members, depth - 1) for item in inside)
 
 
 class TwinRule(LocalRule):
@@ -137,11 +225,15 @@ class TwinRule(LocalRule):
         # Groups that are added join later, with a rule of their own.
         self._groups = list(self._base.groups)
         self._twin: Optimizer | None = None
+        self._family = family
+        self._kept: set[Option] = set()
 
     def seed(self, state: GlobalState) -> None:
         twin = self._local_twin()
+        twin.state.update(owned(self._base.shared_state))
+        take_groups(twin, self._groups)
         for parameter, entry in zip(self.parameters.tensors, state.entries(), strict=True):
-            twin.state[parameter] = _copied_entry(entry)
+            twin.state[parameter] = owned(entry)
 
     def _local_twin(self) -> Optimizer:
         if self._twin is None:
@@ -168,13 +260,12 @@ class TwinRule(LocalRule):
             accumulation == Accumulation.OVERWRITE,
         )
         twin = self._local_twin()
-        options.write(twin.param_groups)
         own = [p.grad for p in self.parameters.tensors]
         for parameter, gradient in zip(self.parameters.tensors, gradients, strict=True):
             # A copy: some optimizers edit their gradients, which are the user's.
             parameter.grad = gradient * self.gradient_scale
         try:
-            self._base.step(twin)
+            step_twin(self._base, twin, options, self._kept)
         finally:
             for parameter, before in zip(self.parameters.tensors, own, strict=True):
                 parameter.grad = before
@@ -188,14 +279,22 @@ class TwinRule(LocalRule):
 
     def export_state(self) -> dict[str, Any]:
         twin = self._local_twin()
-        return {**super().export_state(), "twin": [dict(twin.state[p]) for p in self.parameters.tensors]}
+        return {
+            **super().export_state(),
+            "twin": [dict(twin.state[p]) for p in self.parameters.tensors],
+            "twin_shared": without_parameters(twin.state),
+            "twin_groups": [_group_state(group) for group in twin.param_groups],
+            "kept": sorted(self._kept),
+            "kept_globally": sorted(self._family.kept),
+        }
 
     def import_state(self, state: dict[str, Any]) -> None:
         super().import_state(state)
         twin = self._local_twin()
         for parameter, entry in zip(self.parameters.tensors, state["twin"], strict=True):
-            twin.state[parameter] = _copied_entry(entry)
-
-
-def _copied_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
+            twin.state[parameter] = owned(entry)
+        # Older checkpoints lack these.
+        twin.state.update(owned(state.get("twin_shared", {})))
+        take_groups(twin, state.get("twin_groups", self._groups))
+        self._kept = {(int(group), name) for group, name in state.get("kept", ())}
+        self._family.kept = {(int(group), name) for group, name in state.get("kept_globally", ())}

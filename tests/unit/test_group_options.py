@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,6 +36,49 @@ def group(**changes: Any) -> dict[str, Any]:
 def test_every_kind_of_number_is_read_by_value() -> None:
     groups = [group()]
     assert GroupOptions(groups, OPTIONS).read(groups) == (0.1, 0.5, 0.9, 0.75, 3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.float64(0.25), 0.25),
+        (np.float16(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.25"), 0.25),
+    ],
+    ids=repr,
+)
+def test_numbers_of_other_libraries_are_numbers(value: Any, number: float) -> None:
+    groups = [group(lr=value)]
+    options = GroupOptions(groups, ["lr"])
+    assert options.read(groups) == (number,)
+    options.write(groups, (number / 2,))
+    assert options.read(groups) == (number / 2,)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, 1j, torch.ones(2), np.ones(1), torch.tensor(1j)], ids=repr)
+def test_what_is_no_real_number_is_no_column(value: Any) -> None:
+    assert len(GroupOptions([group(lr=value)], ["lr"])) == 0
+
+
+def test_what_changes_while_options_are_written_stays_changed() -> None:
+    groups = [group(lr=0.1, steps=3)]
+    options = GroupOptions(groups, ["lr", "steps"])
+    with options.written(groups, (0.5, 4.0)):
+        groups[0]["steps"] += 1
+        assert options.changed(groups, (0.5, 4.0)) == {(0, "steps")}
+    assert (groups[0]["lr"], groups[0]["steps"]) == (0.1, 5)
+
+
+def test_options_can_be_left_out_of_writing() -> None:
+    groups = [group(lr=0.1, steps=3)]
+    options = GroupOptions(groups, ["lr", "steps"])
+    options.write(groups, (0.5, 4.0), but={(0, "steps")})
+    assert (groups[0]["lr"], groups[0]["steps"]) == (0.5, 3)
 
 
 def test_a_tensor_changed_in_place_does_not_change_what_was_read() -> None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import RecordingEngine, ThreadRank, on_ranks
@@ -158,6 +159,19 @@ def test_names_of_the_groups_serve_those_that_are_added() -> None:
     optimizer = wrap(model, Loopback(2), named, named_parameters=None)
     optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
     assert optimizer.param_groups[1]["param_names"][0] == "other.0.weight"
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_options_may_be_numbers_of_other_libraries(kind: Any, number: Any) -> None:
+    def run(convert: Any) -> list[Tensor]:
+        model = small_model()
+        base = kind(model.parameters(), lr=convert(0.125), weight_decay=convert(0.5))
+        optimizer = wrap(model, Loopback(2), base, warmup_steps=2, delay_steps=3)
+        train(model, optimizer, 12)
+        return weights(model)
+
+    assert equal(run(number), run(float))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.AdamW])
