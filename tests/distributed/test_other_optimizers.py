@@ -37,6 +37,28 @@ class SignOfMomentum(torch.optim.Optimizer):
                 p.sub_(state["mean"].sign(), alpha=group["lr"])
 
 
+class KeepsStateEverywhere(SignOfMomentum):
+    """Keeps its mean in a list, one count in its group, and another under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", torch.zeros(1, dtype=torch.float64)) + 1.0
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            rate = group["lr"] / group["count"] ** 0.5 / float(self.state["steps"]) ** 0.5
+            for p in group["params"]:
+                if p.grad is not None:
+                    (mean,) = self.state[p].setdefault("means", [torch.zeros_like(p)])
+                    mean.lerp_(p.grad, 1 - group["beta"])
+                    p.sub_(mean, alpha=rate)
+
+
+class HoldsParameters(SignOfMomentum):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.excluded = set(self.param_groups[0]["params"][:1])
+
+
 TWINS: dict[str, tuple[MakeOptimizer, tuple[str, float] | None]] = {
     "RMSprop": (with_options(torch.optim.RMSprop, lr=0.01, alpha=0.9, momentum=0.5), ("square_avg", 0.9)),
     "NAdam": (with_options(torch.optim.NAdam, lr=0.01, betas=(0.9, 0.95)), ("exp_avg_sq", 0.95)),
@@ -50,7 +72,8 @@ ADAMS: dict[str, MakeOptimizer] = {
     "Adam": with_options(torch.optim.Adam, lr=0.01, weight_decay=0.01),
     "AdamW": with_options(torch.optim.AdamW, lr=0.01, weight_decay=0.1, maximize=False),
 }
-ALL = {**{name: make for name, (make, _) in TWINS.items()}, **ADAMS}
+KEEPER = {"KeepsStateEverywhere": with_options(KeepsStateEverywhere, lr=0.05)}
+ALL = {**KEEPER, **{name: make for name, (make, _) in TWINS.items()}, **ADAMS}
 
 
 def named(model: torch.nn.Module) -> dict[str, Any]:
@@ -119,13 +142,14 @@ def test_global_weights_and_state_are_equal_on_all_ranks(name: str, glu: str) ->
         with optimizer.global_weights():
             assert_equal_on_all_ranks(model.parameters())
         state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
+        state += [tensor for v in state if isinstance(v, list) for tensor in v]
         assert_equal_on_all_ranks(v for v in state if isinstance(v, Tensor))
     optimizer.flush()
     assert_equal_on_all_ranks(model.parameters())
 
 
 @pytest.mark.parametrize("stopped_at", [1, 4, 7, 8, 11])
-@pytest.mark.parametrize("name", ["Adam", "RMSprop", "SignOfMomentum"])
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "SignOfMomentum", "KeepsStateEverywhere"])
 def test_continues_after_any_step(name: str, stopped_at: int) -> None:
     def make() -> tuple[torch.nn.Module, Any]:
         model = perceptron()
@@ -145,6 +169,18 @@ def test_continues_after_any_step(name: str, stopped_at: int) -> None:
         assert bits(resumed_model.parameters()) == bits(model.parameters())
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_state_outside_of_parameters_counts_every_step(warmup_steps: int) -> None:
+    model = perceptron()
+    base = KEEPER["KeepsStateEverywhere"](list(model.parameters()))
+    optimizer = wrap(base, **named(model), delay_steps=4, overlap_steps=2, warmup_steps=warmup_steps)
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+    optimizer.flush()
+    assert (base.param_groups[0]["count"], float(base.state["steps"])) == (STEPS, STEPS)
+    assert_equal_on_all_ranks(model.parameters())
+
+
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "SignOfMomentum"])
 def test_uneven_ends_leave_equal_weights(name: str) -> None:
     model = perceptron()
@@ -156,6 +192,12 @@ def test_uneven_ends_leave_equal_weights(name: str) -> None:
 
 
 REFUSED = {
+    "held parameters": (
+        HoldsParameters,
+        {"delay_steps": 4},
+        TypeError,
+        "HoldsParameters is not supported: its attribute 'excluded' holds parameters",
+    ),
     "LBFGS": (with_options(torch.optim.LBFGS), {"delay_steps": 4}, TypeError, "LBFGS.*several times"),
     "SparseAdam": (with_options(torch.optim.SparseAdam), {"delay_steps": 4}, TypeError, "SparseAdam"),
     "amsgrad": (
