@@ -214,7 +214,7 @@ class Coordinator:
             ) from self._failed
 
     def _check_before_step(self, plan: StepPlan, scaler: bool) -> None:
-        problem, failure = self._find_problem(scaler)
+        problem, failure = self._find_problem(scaler, plan.is_sync_point)
         if problem is None and plan.is_sync_point and self.training.buffers.with_sync_events:
             problem, failure = self.training.buffers.find_change("step()"), Failure.BUFFERS_CHANGED
         if problem is None:
@@ -246,7 +246,7 @@ class Coordinator:
         stage = self.warmup if self._schedule.stage is Stage.WARMUP else self.delay
         stage.announce_failure(failure)
 
-    def _find_problem(self, scaler: bool) -> tuple[SSDError | None, Failure]:
+    def _find_problem(self, scaler: bool, at_sync_point: bool) -> tuple[SSDError | None, Failure]:
         if scaler and self._reducer.handed_over:
             problem: SSDError = UsageError(
                 "A GradScaler drives step(), and the hooks have already sent scaled gradients, whose "
@@ -255,7 +255,7 @@ class Coordinator:
             return problem, Failure.GRADIENT_SCALER
         if scaler:
             self.issue_at_step()
-        newcomer = self.parameters.find_newcomer()
+        newcomer = self.parameters.find_newcomer(thoroughly=at_sync_point)
         if newcomer is not None:
             return newcomer, Failure.OTHER
         changed = self._reducer.changed_gradients()
@@ -334,7 +334,10 @@ class Coordinator:
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
         self.agree()
-        problem: SSDError | None = self._guard.find_change("flush()")
+        problem: SSDError | None = self.parameters.find_edit()
+        if problem is not None:
+            self._end_training(problem, Failure.OTHER)
+        problem = self._guard.find_change("flush()")
         if problem is not None:
             self._end_training(problem, Failure.WEIGHTS_CHANGED)
         problem = self.training.buffers.find_change("flush()")

@@ -306,6 +306,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Parameters that were unfrozen or frozen since, and groups that were added, on all ranks alike,
         take part from here on.
+
+        Raises:
+            UsageError: parameters were put into or taken out of a param group by other means.
         """
         self._refuse_if_closed("flush()")
         with torch.no_grad():
@@ -385,7 +388,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Per-parameter tensors are the live ones, as in torch. Waits for this rank's own operations in
         flight. The model's ``state_dict()`` holds global weights only inside :meth:`global_weights`.
+
+        Raises:
+            UsageError: hooks have already sent gradients of the next step, or parameters were put into
+                or taken out of a param group.
         """
+        self._engine.parameters.refuse_edits("state_dict()")
         with torch.no_grad():
             if isinstance(self._engine, SingleProcess):
                 if self._engine.flush():
@@ -411,6 +419,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: it belongs to other parameters; nothing has been changed.
+            UsageError: parameters were put into or taken out of a param group.
         """
         self._refuse_if_closed("load_state_dict()")
         state = dict(state_dict["state"])
@@ -487,6 +496,7 @@ def _linger_at_exit(engine: weakref.ref[Coordinator | SingleProcess]) -> None:
 def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict: dict[str, Any]) -> None:
     """Refuse a load through any of the optimizer objects before anything has changed."""
     engine.refuse_load()
+    engine.parameters.refuse_edits("load_state_dict()")
     refuse_differentiable(state_dict["param_groups"])
     family.check_groups(state_dict["param_groups"])
     entry = state_dict["state"].get(ENTRY)

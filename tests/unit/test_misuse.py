@@ -924,6 +924,75 @@ def test_what_was_added_must_join_before_its_checkpoint_is_loaded() -> None:
     resumed.load_state_dict(state)
 
 
+def replace_first(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    """As a new head is put into a model, and its optimizer told of it."""
+    old = model[0].weight
+    new = model[0].weight = torch.nn.Parameter(old.detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.state[new] = optimizer.state.pop(old, {})
+
+
+def append_one(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+
+
+def empty_the_group(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].clear()
+
+
+GROUP_EDITS: list[Edit] = [replace_first, append_one, empty_the_group]
+
+
+@pytest.mark.parametrize("edit", GROUP_EDITS)
+@pytest.mark.parametrize("options", [DELAY, WARMUP])
+def test_an_edited_group_is_refused_on_all_ranks_at_the_next_sync_point(
+    options: dict[str, Any], edit: Edit
+) -> None:
+    def program(engine: ThreadRank) -> SSDError | None:
+        model = small_model()
+        optimizer = wrap(model, engine, **options)
+        train(model, optimizer, 2, engine.rank)
+        if engine.rank == 0:
+            edit(model, optimizer)
+        try:
+            train(model, optimizer, 5, engine.rank, first=2)
+        except SSDError as error:
+            return error
+        return None
+
+    outcomes = run_ranks(2, program)
+    assert [type(o.value) for o in outcomes] == [UsageError, PeerFailedError], outcomes
+    assert "param_groups[0]['params']" in str(outcomes[0].value)
+
+
+@pytest.mark.parametrize("edit", [append_one, empty_the_group])
+def test_a_group_of_another_length_is_noticed_in_any_step_which_may_be_made_once_it_is_mended(
+    edit: Edit,
+) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), **DELAY)
+    train_step(model, optimizer)
+    members = list(optimizer.param_groups[0]["params"])
+    edit(model, optimizer)
+    with pytest.raises(UsageError, match=r"param_groups\[0\]\['params'\].*add_param_group\(\)"):
+        train_step(model, optimizer, 1)
+    optimizer.param_groups[0]["params"][:] = members
+    train(model, optimizer, 5, first=1)
+
+
+@pytest.mark.parametrize("edit", GROUP_EDITS)
+@pytest.mark.parametrize("call", ["flush", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_edited_group_is_neither_flushed_nor_saved_nor_loaded(size: int, call: str, edit: Edit) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size), **DELAY)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    edit(model, optimizer)
+    with pytest.raises(UsageError, match=r"param_groups\[0\]\['params'\].*close\(\) this optimizer"):
+        getattr(optimizer, call)(*([saved] if call == "load_state_dict" else []))
+
+
 def test_a_scaler_first_seen_after_hooks_have_sent_is_refused_on_all_ranks() -> None:
     def program(engine: ThreadRank) -> SSDError | None:
         model = small_model()
