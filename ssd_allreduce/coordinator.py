@@ -78,6 +78,11 @@ class Coordinator:
         """Stages and sync points."""
         return self._schedule
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended training on this rank, until it is mended."""
+        return self._failed is not None
+
     # -- agreement -------------------------------------------------------------------------------
 
     def agree(self) -> None:
