@@ -423,6 +423,101 @@ def test_the_own_error_is_raised_also_where_the_others_cannot_hear_of_it(
         optimizer.step()
 
 
+def a_completion_hangs(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    nobody_answers(engine)
+    train_step(model, optimizer, 3)
+
+
+def a_flush_hangs(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    engine.hangs = lambda name: ".control." in name
+    optimizer.flush()
+
+
+def a_gradient_is_changed(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    for step in range(3, 6):
+        train_step(model, optimizer, step, edit=lambda: clip(model, optimizer))
+
+
+def weights_are_changed(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    train(model, optimizer, 2, first=3)
+    fill(model, 7.0)
+    train_step(model, optimizer, 5)
+
+
+Failing = Callable[[Any, ssd.DistributedOptimizer, RecordingEngine], None]
+
+
+@pytest.mark.parametrize(
+    ("fails", "completed"),
+    [
+        pytest.param(a_completion_hangs, 0, id="hanging completion"),
+        pytest.param(a_flush_hangs, 0, id="hanging flush"),
+        pytest.param(a_gradient_is_changed, 1, id="changed gradient"),
+        pytest.param(weights_are_changed, 1, id="changed weights"),
+    ],
+)
+def test_after_an_error_the_global_weights_are_saved_without_waiting_and_can_be_resumed(
+    fails: Failing, completed: int
+) -> None:
+    straight = small_model()
+    undisturbed = wrap(straight, Loopback(2), **DELAY)
+    train(straight, undisturbed, 3 + completed)
+    world = global_weights(straight, undisturbed)
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **{**DELAY, "timeout": 0.05})
+    train(model, optimizer, 3)
+    with pytest.raises(SSDError):
+        fails(model, optimizer, engine)
+
+    waits = len(engine.waited)
+    with optimizer.global_weights():
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saved = copy.deepcopy(saved)
+    assert len(engine.waited) == waits
+    assert equal(list(saved["model"].values()), world)
+    other = small_model()
+    fill(other, 3.0)
+    resumed = wrap(other, Loopback(2), **DELAY)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert equal(weights(other), world)
+    train(other, resumed, 5)
+    resumed.flush()
+    assert equal(weights(other), global_weights(other, resumed))
+    assert not equal(weights(other), world)
+
+
+def test_a_failed_step_of_warmup_leaves_weights_that_can_be_saved() -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, timeout=0.05, issue="step", **WARMUP)
+    train(model, optimizer, 2)
+    before = weights(model)
+    nobody_answers(engine)
+    with pytest.raises(CommunicationTimeoutError):
+        train_step(model, optimizer, 2)
+    waits = len(engine.waited)
+    assert equal(global_weights(model, optimizer), before)
+    assert equal(optimizer.state_dict()["state"]["ssd_allreduce"]["global_weights"], before)
+    assert len(engine.waited) == waits
+
+
+def test_nothing_is_loaded_through_an_engine_that_is_lost() -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **{**DELAY, "timeout": 0.05})
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train_step(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CommunicationTimeoutError):
+        a_completion_hangs(model, optimizer, engine)
+    waits = len(engine.waited)
+    for holder in (optimizer, optimizer.base_optimizer):
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) after an error.*restart from the last"):
+            holder.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert len(engine.waited) == waits
+
+
 def test_the_other_ranks_hear_of_a_failure_after_synchronize() -> None:
     def program(engine: ThreadRank) -> SSDError | None:
         model = small_model()
