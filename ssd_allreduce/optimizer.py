@@ -311,7 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: parameters were put into or taken out of a param group by other means.
         """
         self._refuse_if_closed("flush()")
-        with torch.no_grad():
+        with _writing_state():
             if self._engine.flush():
                 self._regroup()
 
@@ -346,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RankMismatchError: weights, averaged buffers or progress differ between ranks.
         """
         self._refuse_if_closed("adopt_weights()")
-        with torch.no_grad():
+        with _writing_state():
             self._engine.adopt_weights()
 
     @contextmanager
@@ -394,7 +394,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 or taken out of a param group.
         """
         self._engine.parameters.refuse_edits("state_dict()")
-        with torch.no_grad():
+        with _writing_state():
             if isinstance(self._engine, SingleProcess):
                 if self._engine.flush():
                     self._regroup()
@@ -422,6 +422,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: parameters were put into or taken out of a param group.
         """
         self._refuse_if_closed("load_state_dict()")
+        with _writing_state():
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         state = dict(state_dict["state"])
         # The dictionary may be this optimizer's own, whose tensors are about to be written.
         entry = copy.deepcopy(state.pop(ENTRY, None))
@@ -479,6 +483,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{call} after close(). Wrap the base optimizer anew.")
 
 
+@contextmanager
+def _writing_state() -> Iterator[None]:
+    """Without autograd, and outside of a caller's inference mode, whose tensors no later step may write."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
 def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
     try:
         engine.close()
@@ -506,10 +517,11 @@ def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict:
 
 def _follow_load(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:
     """Follow a load through the user's or Horovod's optimizer."""
-    if entry is None:
-        engine.optimizer_state_loaded()
-        return
-    _restore(engine, family, copy.deepcopy(entry))
+    with _writing_state():
+        if entry is None:
+            engine.optimizer_state_loaded()
+        else:
+            _restore(engine, family, copy.deepcopy(entry))
 
 
 def _restore(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:
