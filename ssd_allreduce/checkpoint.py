@@ -25,7 +25,7 @@ FORMAT = 2
 def global_entry(
     names: Sequence[str], weights: Sequence[Tensor], schedule: Schedule, rank: int, size: int
 ) -> dict[str, Any]:
-    """The part of an entry that serves any rank and world size."""
+    """The part of an entry that serves any rank and world size; without settings, no rank's own."""
     return {
         "format": FORMAT,
         "rank": rank,
@@ -40,17 +40,16 @@ def global_entry(
 
 
 def export(coordinator: Coordinator) -> dict[str, Any]:
-    """The entry of one of several ranks. Waits for what this rank has in flight."""
+    """The entry of one of several ranks. Waits for what this rank has in flight.
+
+    After an error, what is in flight may never arrive, and the period cannot be ended as it began: the
+    entry holds the global part alone then, and training begins a new period from it on any rank.
+    """
+    if coordinator.failed:
+        return _export_global_part(coordinator)
     coordinator.delay.settle()
-    entry = global_entry(
-        coordinator.training.parameters.names,
-        coordinator.training.global_model.current(),
-        coordinator.training.schedule,
-        coordinator.training.rank,
-        coordinator.training.size,
-    )
+    entry = _export_progress(coordinator)
     entry["settings"] = dict(coordinator.training.settings.describe())
-    entry["tuning"] = coordinator.delay.tuner.export_state()
     if coordinator.training.global_model.weights is not None:
         entry["local"] = {
             "weights": coordinator.local_weights(),
@@ -63,6 +62,27 @@ def export(coordinator: Coordinator) -> dict[str, Any]:
         }
     else:
         entry["local"] = {"rule": coordinator.training.rule.export_state()}
+    return entry
+
+
+def _export_progress(coordinator: Coordinator) -> dict[str, Any]:
+    entry = global_entry(
+        coordinator.training.parameters.names,
+        coordinator.training.global_model.current(),
+        coordinator.training.schedule,
+        coordinator.training.rank,
+        coordinator.training.size,
+    )
+    entry["tuning"] = coordinator.delay.tuner.export_state()
+    return entry
+
+
+def _export_global_part(coordinator: Coordinator) -> dict[str, Any]:
+    """An entry that no rank takes for its own: without settings, and in no period."""
+    entry = _export_progress(coordinator)
+    entry["schedule"] = {**entry["schedule"], "position": 0, "steps_since_sync": None}
+    corrections = coordinator.training.rule.corrections
+    entry["local"] = None if corrections is None else {"rule": {"corrections": corrections}}
     return entry
 
 
@@ -145,7 +165,8 @@ def _restore_delay_stage(coordinator: Coordinator, entry: dict[str, Any]) -> Non
     mid_period = coordinator.training.schedule.position > 0 or coordinator.training.schedule.in_flight
     if mid_period or entry["size"] != coordinator.training.size:
         warn_of_new_period(entry, coordinator.training.rank, coordinator.training.size)
-    coordinator.needs_new_period = mid_period
+    # Other ranks may have saved theirs before they heard of the error after which this one was saved.
+    coordinator.needs_new_period = mid_period or entry["settings"] is None
     coordinator.training.schedule.restart_period()
 
 

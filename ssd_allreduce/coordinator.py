@@ -78,6 +78,11 @@ class Coordinator:
         """Stages and sync points."""
         return self._schedule
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended training on this rank, until it is mended."""
+        return self._failed is not None
+
     # -- agreement -------------------------------------------------------------------------------
 
     def agree(self) -> None:
@@ -177,7 +182,7 @@ class Coordinator:
             else:
                 self.delay.step(plan, contribute)
         except SSDError as error:
-            self._fail(error)
+            self._fail_after_own_changes(error)
             raise
         self.training.stats.step(undisturbed=quiet)
         if tracer.active:
@@ -191,8 +196,13 @@ class Coordinator:
         try:
             yield
         except SSDError as error:
-            self._fail(error)
+            self._fail_after_own_changes(error)
             raise
+
+    def _fail_after_own_changes(self, error: SSDError) -> None:
+        """What failed may have changed the weights before, and nobody else is to blame for that."""
+        self._guard.accept()
+        self._fail(error)
 
     def _fail(self, error: SSDError) -> None:
         self._failed = error
@@ -207,14 +217,18 @@ class Coordinator:
         self._refuse_inside_global_weights()
         if self._failed is not None:
             remedy = "Call adopt_weights() on all ranks, or load a checkpoint."
-            if isinstance(self._failed, CommunicationError | SequenceMismatchError):
+            if self._engine_is_lost:
                 remedy = "The engine cannot be used any more: restart from the last checkpoint."
             raise UsageError(
                 f"{call} after an error that ended training on this rank ({self._failed}). {remedy}"
             ) from self._failed
 
+    @property
+    def _engine_is_lost(self) -> bool:
+        return isinstance(self._failed, CommunicationError | SequenceMismatchError)
+
     def _check_before_step(self, plan: StepPlan, scaler: bool) -> None:
-        problem, failure = self._find_problem(scaler)
+        problem, failure = self._find_problem(scaler, plan.is_sync_point)
         if problem is None and plan.is_sync_point and self.training.buffers.with_sync_events:
             problem, failure = self.training.buffers.find_change("step()"), Failure.BUFFERS_CHANGED
         if problem is None:
@@ -246,7 +260,7 @@ class Coordinator:
         stage = self.warmup if self._schedule.stage is Stage.WARMUP else self.delay
         stage.announce_failure(failure)
 
-    def _find_problem(self, scaler: bool) -> tuple[SSDError | None, Failure]:
+    def _find_problem(self, scaler: bool, at_sync_point: bool) -> tuple[SSDError | None, Failure]:
         if scaler and self._reducer.handed_over:
             problem: SSDError = UsageError(
                 "A GradScaler drives step(), and the hooks have already sent scaled gradients, whose "
@@ -255,7 +269,7 @@ class Coordinator:
             return problem, Failure.GRADIENT_SCALER
         if scaler:
             self.issue_at_step()
-        newcomer = self.parameters.find_newcomer()
+        newcomer = self.parameters.find_newcomer(thoroughly=at_sync_point)
         if newcomer is not None:
             return newcomer, Failure.OTHER
         changed = self._reducer.changed_gradients()
@@ -334,7 +348,10 @@ class Coordinator:
         self._refuse_if_unusable("flush()")
         self._refuse_between_backward_and_step("flush()")
         self.agree()
-        problem: SSDError | None = self._guard.find_change("flush()")
+        problem: SSDError | None = self.parameters.find_edit()
+        if problem is not None:
+            self._end_training(problem, Failure.OTHER)
+        problem = self._guard.find_change("flush()")
         if problem is not None:
             self._end_training(problem, Failure.WEIGHTS_CHANGED)
         problem = self.training.buffers.find_change("flush()")
@@ -420,7 +437,8 @@ class Coordinator:
             yield
             return
         problem = self._guard.find_change("global_weights()")
-        if problem is not None:
+        # After an error they are still to be saved, and where they are kept apart no edit has reached them.
+        if problem is not None and not (self.failed and self._model.weights is not None):
             raise problem
         local = self._held_local_weights = self._put_global_weights()
         inside = self._guard.versions()
@@ -482,6 +500,9 @@ class Coordinator:
     def refuse_load(self) -> None:
         """Raise if a checkpoint cannot be loaded now."""
         self._refuse_inside_global_weights()
+        if self._engine_is_lost:
+            # It would wait once more for what was in flight, in the middle of the load.
+            self._refuse_if_unusable("load_state_dict()")
         self._refuse_between_backward_and_step("load_state_dict()")
 
     def after_load(self) -> None:

@@ -306,9 +306,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Parameters that were unfrozen or frozen since, and groups that were added, on all ranks alike,
         take part from here on.
+
+        Raises:
+            UsageError: parameters were put into or taken out of a param group by other means.
         """
         self._refuse_if_closed("flush()")
-        with torch.no_grad():
+        with _writing_state():
             if self._engine.flush():
                 self._regroup()
 
@@ -343,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RankMismatchError: weights, averaged buffers or progress differ between ranks.
         """
         self._refuse_if_closed("adopt_weights()")
-        with torch.no_grad():
+        with _writing_state():
             self._engine.adopt_weights()
 
     @contextmanager
@@ -385,8 +388,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Per-parameter tensors are the live ones, as in torch. Waits for this rank's own operations in
         flight. The model's ``state_dict()`` holds global weights only inside :meth:`global_weights`.
+
+        Raises:
+            UsageError: hooks have already sent gradients of the next step, or parameters were put into
+                or taken out of a param group.
         """
-        with torch.no_grad():
+        self._engine.parameters.refuse_edits("state_dict()")
+        with _writing_state():
             if isinstance(self._engine, SingleProcess):
                 if self._engine.flush():
                     self._regroup()
@@ -411,8 +419,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: it belongs to other parameters; nothing has been changed.
+            UsageError: parameters were put into or taken out of a param group.
         """
         self._refuse_if_closed("load_state_dict()")
+        with _writing_state():
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         state = dict(state_dict["state"])
         # The dictionary may be this optimizer's own, whose tensors are about to be written.
         entry = copy.deepcopy(state.pop(ENTRY, None))
@@ -470,6 +483,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{call} after close(). Wrap the base optimizer anew.")
 
 
+@contextmanager
+def _writing_state() -> Iterator[None]:
+    """Without autograd, and outside of a caller's inference mode, whose tensors no later step may write."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
 def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
     try:
         engine.close()
@@ -487,6 +507,7 @@ def _linger_at_exit(engine: weakref.ref[Coordinator | SingleProcess]) -> None:
 def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict: dict[str, Any]) -> None:
     """Refuse a load through any of the optimizer objects before anything has changed."""
     engine.refuse_load()
+    engine.parameters.refuse_edits("load_state_dict()")
     refuse_differentiable(state_dict["param_groups"])
     family.check_groups(state_dict["param_groups"])
     entry = state_dict["state"].get(ENTRY)
@@ -496,10 +517,11 @@ def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict:
 
 def _follow_load(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:
     """Follow a load through the user's or Horovod's optimizer."""
-    if entry is None:
-        engine.optimizer_state_loaded()
-        return
-    _restore(engine, family, copy.deepcopy(entry))
+    with _writing_state():
+        if entry is None:
+            engine.optimizer_state_loaded()
+        else:
+            _restore(engine, family, copy.deepcopy(entry))
 
 
 def _restore(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,9 @@ class Parameters:
                 "least one trainable parameter; unfreeze before wrapping."
             )
         self._groups = groups
-        self._group_count = len(groups)
+        self._members = [list(group["params"]) for group in groups]
+        self._member_counts = [len(members) for members in self._members]
+        self._known_names = names
         self.index_of = {parameter: index for index, parameter in enumerate(self.tensors)}
         self.batches = self._make_batches()
 
@@ -76,11 +79,18 @@ class Parameters:
             batches.setdefault(key, []).append(index)
         return [Batch(key[0], tuple(indices)) for key, indices in batches.items()]
 
-    def find_newcomer(self) -> UsageError | None:
-        """An error that says what has become trainable since, if anything has."""
-        if len(self._groups) != self._group_count:
+    def find_newcomer(self, thoroughly: bool = True) -> UsageError | None:
+        """An error that says what has become trainable since, or was put into or out of a group.
+
+        Args:
+            thoroughly: look at each parameter of the groups, and not only at how many there are.
+        """
+        edited = self.find_edit() if thoroughly or self._counts_differ() else None
+        if edited is not None:
+            return edited
+        if len(self._groups) != len(self._members):
             return UsageError(
-                f"{len(self._groups) - self._group_count} param groups were added since the ranks agreed "
+                f"{len(self._groups) - len(self._members)} param groups were added since the ranks agreed "
                 "on the tensors that they exchange. Call flush() on all ranks after add_param_group()."
             )
         if not self.frozen:
@@ -94,6 +104,47 @@ class Parameters:
                 )
         return None
 
+    def _counts_differ(self) -> bool:
+        # Asked in every step, so that it may cost no more than this.
+        return [len(group["params"]) for group in self._groups] != self._member_counts
+
+    def find_edit(self) -> UsageError | None:
+        """An error that says how a group's list of parameters was edited, if one was.
+
+        Groups that ``add_param_group()`` has added since are no edit.
+        """
+        if len(self._groups) < len(self._members):
+            return _edit_error(f"{len(self._members) - len(self._groups)} param groups were removed")
+        for index, (group, before) in enumerate(zip(self._groups, self._members, strict=False)):
+            now = group["params"]
+            # By identity: tensors compare element by element.
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return _edit_error(self._describe_edit(index, now, before))
+        return None
+
+    def refuse_edits(self, call: str) -> None:
+        """Raise where a group's list of parameters was edited.
+
+        Raises:
+            UsageError: saying what was put in or taken out, and what to do instead.
+        """
+        edit = self.find_edit()
+        if edit is not None:
+            raise UsageError(f"{call}: {edit}")
+
+    def _describe_edit(self, group: int, now: list[Tensor], before: list[Tensor]) -> str:
+        place = f"param_groups[{group}]['params']"
+        missing = [repr(self._known_names[p]) for p in before if not any(p is other for other in now)]
+        new = [
+            f"one of shape {tuple(p.shape)} at [{position}]"
+            for position, p in enumerate(now)
+            if not any(p is other for other in before)
+        ]
+        if not missing and not new:
+            return f"{place} holds the same parameters in other places, or some of them twice"
+        parts = [("is without", missing), ("has new parameters:", new)]
+        return f"{place} " + " and ".join(f"{what} {_some(found)}" for what, found in parts if found)
+
     def have_changed(self) -> bool:
         """Whether other parameters are trainable now: unfrozen, frozen or added since.
 
@@ -102,13 +153,27 @@ class Parameters:
         trainable = [p for group in self._groups for p in group["params"] if p.requires_grad]
         if not trainable:
             return False
-        if len(self._groups) != self._group_count:
+        if len(self._groups) != len(self._members):
             return True
         return len(trainable) != len(self.tensors) or any(p not in self.index_of for p in trainable)
 
     def new_accumulators(self) -> list[Tensor]:
         """Uninitialised tensors laid out like the parameters, float32 at least."""
         return [layout.empty_like(p, layout.compute_dtype(p.dtype)) for p in self.tensors]
+
+
+def _edit_error(found: str) -> UsageError:
+    return UsageError(
+        f"{found}, compared with when the ranks agreed on the tensors that they exchange. Allowed: the "
+        "parameters that were wrapped, in their places, and groups added since. Change a parameter in place "
+        "(under torch.no_grad(), and then adopt_weights() on all ranks), add others by add_param_group() "
+        "and flush() on all ranks, or close() this optimizer and wrap a new one."
+    )
+
+
+def _some(found: list[str]) -> str:
+    """The first few, and how many more there are."""
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _refuse_untrainable(name: str, parameter: Tensor) -> None:

@@ -64,6 +64,7 @@ class SingleProcess:
 
     def flush(self) -> bool:
         """Local weights are the global ones. Returns whether other parameters are trainable now."""
+        self.parameters.refuse_edits("flush()")
         return self.parameters.have_changed()
 
     def adopt_weights(self) -> None:

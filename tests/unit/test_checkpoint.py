@@ -280,6 +280,69 @@ def test_another_ranks_state_in_mid_period_gives_the_global_weights_a_new_period
     assert equal(ended[0][0], ended[0][1])
 
 
+def states_around_an_error(loop_goes_on: bool, **options: Any) -> list[dict[str, Any]]:
+    """What ranks save once rank 1 has spoilt the sync point of the step after 7.
+
+    Args:
+        loop_goes_on: whether rank 0 saves only when it has heard of the error too.
+    """
+
+    def program(engine: ThreadRank) -> dict[str, Any]:
+        model = small_model()
+        optimizer = wrap(model, engine, **options)
+        train(model, optimizer, 7, engine.rank)
+        guilty = engine.rank == 1
+        try:
+            for step in range(7, 20):
+                edit = (lambda: model[0].weight.grad.zero_()) if guilty else None
+                train_step(model, optimizer, step, engine.rank, edit)
+                if not (guilty or loop_goes_on):
+                    break
+            failed = False
+        except ssd.SSDError:
+            failed = True
+        assert failed == (guilty or loop_goes_on)
+        return through_a_file(optimizer.state_dict())
+
+    return on_ranks(2, program)
+
+
+FAILING = [
+    pytest.param({"delay_steps": 4, "overlap_steps": 2, "glu": "momentum"}, id="momentum"),
+    pytest.param({"delay_steps": 4, "overlap_steps": 2, "glu": "gradient"}, id="gradient"),
+    pytest.param({"delay_steps": 4, "overlap_steps": 0, "glu": "displacement"}, id="displacement,d=0"),
+    pytest.param({"delay_steps": 1}, id="k=1"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved by rank")
+@pytest.mark.parametrize("options", FAILING)
+def test_states_saved_after_an_error_begin_a_new_period_from_the_global_weights(
+    options: dict[str, Any],
+) -> None:
+    saved = states_around_an_error(loop_goes_on=True, **options)
+    for state, (_, world) in zip(saved, in_one_go(2, 7, **options), strict=True):
+        assert equal(state["state"]["ssd_allreduce"]["global_weights"], world)
+    resumed = resume(saved, 30, 9, flush=True, **options)
+    # A third rank's state gives the same: global weights, their optimizer state, and nothing else.
+    of_another = states(2, 7, **options)[0]
+    of_another["state"]["ssd_allreduce"]["rank"] = 2
+    assert same(resumed, resume([of_another] * 2, 30, 9, flush=True, **options))
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved by rank")
+def test_a_state_saved_before_its_rank_heard_of_an_error_goes_with_those_saved_after() -> None:
+    options = {"delay_steps": 4, "overlap_steps": 2}
+    saved = states_around_an_error(loop_goes_on=False, **options)
+    assert saved[0]["state"]["ssd_allreduce"]["schedule"]["steps_since_sync"] is not None
+    world = saved[1]["state"]["ssd_allreduce"]["global_weights"]
+    for _, after_three_steps in resume(saved, 30, 3, **options):
+        assert equal(after_three_steps, world)
+    (local, here), (_, there) = resume(saved, 30, 9, flush=True, **options)
+    assert equal(here, there)
+    assert equal(local, here)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("glu", ["momentum", "gradient", "displacement"])
 def test_another_world_size_takes_global_weights_and_state(before: int, after: int, glu: str) -> None:

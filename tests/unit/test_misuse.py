@@ -423,6 +423,101 @@ def test_the_own_error_is_raised_also_where_the_others_cannot_hear_of_it(
         optimizer.step()
 
 
+def a_completion_hangs(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    nobody_answers(engine)
+    train_step(model, optimizer, 3)
+
+
+def a_flush_hangs(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    engine.hangs = lambda name: ".control." in name
+    optimizer.flush()
+
+
+def a_gradient_is_changed(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    for step in range(3, 6):
+        train_step(model, optimizer, step, edit=lambda: clip(model, optimizer))
+
+
+def weights_are_changed(model: Any, optimizer: ssd.DistributedOptimizer, engine: RecordingEngine) -> None:
+    train(model, optimizer, 2, first=3)
+    fill(model, 7.0)
+    train_step(model, optimizer, 5)
+
+
+Failing = Callable[[Any, ssd.DistributedOptimizer, RecordingEngine], None]
+
+
+@pytest.mark.parametrize(
+    ("fails", "completed"),
+    [
+        pytest.param(a_completion_hangs, 0, id="hanging completion"),
+        pytest.param(a_flush_hangs, 0, id="hanging flush"),
+        pytest.param(a_gradient_is_changed, 1, id="changed gradient"),
+        pytest.param(weights_are_changed, 1, id="changed weights"),
+    ],
+)
+def test_after_an_error_the_global_weights_are_saved_without_waiting_and_can_be_resumed(
+    fails: Failing, completed: int
+) -> None:
+    straight = small_model()
+    undisturbed = wrap(straight, Loopback(2), **DELAY)
+    train(straight, undisturbed, 3 + completed)
+    world = global_weights(straight, undisturbed)
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **{**DELAY, "timeout": 0.05})
+    train(model, optimizer, 3)
+    with pytest.raises(SSDError):
+        fails(model, optimizer, engine)
+
+    waits = len(engine.waited)
+    with optimizer.global_weights():
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saved = copy.deepcopy(saved)
+    assert len(engine.waited) == waits
+    assert equal(list(saved["model"].values()), world)
+    other = small_model()
+    fill(other, 3.0)
+    resumed = wrap(other, Loopback(2), **DELAY)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert equal(weights(other), world)
+    train(other, resumed, 5)
+    resumed.flush()
+    assert equal(weights(other), global_weights(other, resumed))
+    assert not equal(weights(other), world)
+
+
+def test_a_failed_step_of_warmup_leaves_weights_that_can_be_saved() -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, timeout=0.05, issue="step", **WARMUP)
+    train(model, optimizer, 2)
+    before = weights(model)
+    nobody_answers(engine)
+    with pytest.raises(CommunicationTimeoutError):
+        train_step(model, optimizer, 2)
+    waits = len(engine.waited)
+    assert equal(global_weights(model, optimizer), before)
+    assert equal(optimizer.state_dict()["state"]["ssd_allreduce"]["global_weights"], before)
+    assert len(engine.waited) == waits
+
+
+def test_nothing_is_loaded_through_an_engine_that_is_lost() -> None:
+    engine, model = RecordingEngine(2), small_model()
+    optimizer = wrap(model, engine, **{**DELAY, "timeout": 0.05})
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train_step(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CommunicationTimeoutError):
+        a_completion_hangs(model, optimizer, engine)
+    waits = len(engine.waited)
+    for holder in (optimizer, optimizer.base_optimizer):
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) after an error.*restart from the last"):
+            holder.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert len(engine.waited) == waits
+
+
 def test_the_other_ranks_hear_of_a_failure_after_synchronize() -> None:
     def program(engine: ThreadRank) -> SSDError | None:
         model = small_model()
@@ -922,6 +1017,75 @@ def test_what_was_added_must_join_before_its_checkpoint_is_loaded() -> None:
         resumed.load_state_dict(state)
     resumed.flush()
     resumed.load_state_dict(state)
+
+
+def replace_first(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    """As a new head is put into a model, and its optimizer told of it."""
+    old = model[0].weight
+    new = model[0].weight = torch.nn.Parameter(old.detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.state[new] = optimizer.state.pop(old, {})
+
+
+def append_one(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+
+
+def empty_the_group(model: torch.nn.Module, optimizer: ssd.DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].clear()
+
+
+GROUP_EDITS: list[Edit] = [replace_first, append_one, empty_the_group]
+
+
+@pytest.mark.parametrize("edit", GROUP_EDITS)
+@pytest.mark.parametrize("options", [DELAY, WARMUP])
+def test_an_edited_group_is_refused_on_all_ranks_at_the_next_sync_point(
+    options: dict[str, Any], edit: Edit
+) -> None:
+    def program(engine: ThreadRank) -> SSDError | None:
+        model = small_model()
+        optimizer = wrap(model, engine, **options)
+        train(model, optimizer, 2, engine.rank)
+        if engine.rank == 0:
+            edit(model, optimizer)
+        try:
+            train(model, optimizer, 5, engine.rank, first=2)
+        except SSDError as error:
+            return error
+        return None
+
+    outcomes = run_ranks(2, program)
+    assert [type(o.value) for o in outcomes] == [UsageError, PeerFailedError], outcomes
+    assert "param_groups[0]['params']" in str(outcomes[0].value)
+
+
+@pytest.mark.parametrize("edit", [append_one, empty_the_group])
+def test_a_group_of_another_length_is_noticed_in_any_step_which_may_be_made_once_it_is_mended(
+    edit: Edit,
+) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(2), **DELAY)
+    train_step(model, optimizer)
+    members = list(optimizer.param_groups[0]["params"])
+    edit(model, optimizer)
+    with pytest.raises(UsageError, match=r"param_groups\[0\]\['params'\].*add_param_group\(\)"):
+        train_step(model, optimizer, 1)
+    optimizer.param_groups[0]["params"][:] = members
+    train(model, optimizer, 5, first=1)
+
+
+@pytest.mark.parametrize("edit", GROUP_EDITS)
+@pytest.mark.parametrize("call", ["flush", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_edited_group_is_neither_flushed_nor_saved_nor_loaded(size: int, call: str, edit: Edit) -> None:
+    model = small_model()
+    optimizer = wrap(model, Loopback(size), **DELAY)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    edit(model, optimizer)
+    with pytest.raises(UsageError, match=r"param_groups\[0\]\['params'\].*close\(\) this optimizer"):
+        getattr(optimizer, call)(*([saved] if call == "load_state_dict" else []))
 
 
 def test_a_scaler_first_seen_after_hooks_have_sent_is_refused_on_all_ranks() -> None:

@@ -8,7 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -824,6 +824,38 @@ def test_weights_may_be_adopted_right_after_a_load() -> None:
     optimizer.adopt_weights()
     train_step(model, optimizer, 5)
     assert all((w == 0.125).all() for w in global_weights(model, optimizer))
+
+
+INFERENCE_CALLS: dict[str, Callable[[ssd.DistributedOptimizer], object]] = {
+    "flush": lambda optimizer: optimizer.flush(),
+    "adopt_weights": lambda optimizer: optimizer.adopt_weights(),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+}
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("steps", [0, 2, 5])
+@pytest.mark.parametrize("call", INFERENCE_CALLS)
+def test_calls_under_inference_mode_change_nothing_of_later_steps(call: str, steps: int, base: Any) -> None:
+    """As where an evaluation ends an epoch. No step may write a tensor that was made in inference mode."""
+
+    def trained(mode: AbstractContextManager[Any]) -> list[Tensor]:
+        model = small_model()
+        bare = base(model.parameters(), lr=0.01, **({"momentum": 0.9} if base is torch.optim.SGD else {}))
+        optimizer = wrap(model, Loopback(2), bare, delay_steps=4, overlap_steps=2, warmup_steps=1)
+        train(model, optimizer, steps)
+        with mode:
+            INFERENCE_CALLS[call](optimizer)
+        train(model, optimizer, 6, first=steps)
+        optimizer.flush()
+        state = [t for entry in bare.state.values() for t in entry.values()]
+        assert not any(t.is_inference() for t in [*model.parameters(), *state])
+        optimizer.close()
+        train_step(model, bare)
+        return weights(model)
+
+    assert equal(trained(torch.inference_mode()), trained(nullcontext()))
 
 
 # -- nothing is left behind ----------------------------------------------------------------------

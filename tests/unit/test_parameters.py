@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,3 +178,54 @@ def test_a_sparse_parameter_is_refused_by_name() -> None:
 def test_what_cannot_be_trained_may_be_there_frozen() -> None:
     parameters = make(groups_of([parameter(1), parameter(2, dtype=torch.complex64, trained=False)]))
     assert parameters.names == ["p0"]
+
+
+# -- groups whose list of parameters is edited ---------------------------------------------------
+
+
+def put(groups: list[dict[str, Any]], place: int, *new: Parameter) -> None:
+    groups[0]["params"][place : place + 1] = new
+
+
+EDITS: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
+    "replaced": (
+        lambda groups: put(groups, 1, parameter(7)),
+        r"\['params'\] is without 'p1' and has new parameters: one of shape \(7,\) at \[1\]",
+    ),
+    "appended": (
+        lambda groups: groups[0]["params"].append(parameter(8)),
+        r"param_groups\[0\]\['params'\] has new parameters: one of shape \(8,\) at \[2\]",
+    ),
+    "removed": (lambda groups: groups[1]["params"].pop(), r"param_groups\[1\]\['params'\] is without 'p3'"),
+    "emptied": (lambda groups: groups[0]["params"].clear(), r"param_groups\[0\].* is without 'p0', 'p1',"),
+    "a group dropped": (lambda groups: groups.pop(), "1 param groups were removed"),
+    "reversed": (lambda groups: groups[0]["params"].reverse(), "the same parameters in other places"),
+    "frozen ones replaced": (
+        lambda groups: put(groups[1:], 0, parameter(3, trained=False)),
+        r"is without 'p2' and has new parameters: one of shape \(3,\) at \[0\]",
+    ),
+}
+SAME_COUNTS = {"replaced", "reversed", "frozen ones replaced"}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_group_is_found_with_what_was_put_in_and_taken_out(edit: str) -> None:
+    groups = groups_of([parameter(1), parameter(2)], [parameter(3, trained=False), parameter(4)])
+    parameters = make(groups)
+    make_edit, message = EDITS[edit]
+    make_edit(groups)
+    for problem in (parameters.find_newcomer(), parameters.find_edit()):
+        assert isinstance(problem, UsageError)
+        assert re.search(message, str(problem)), problem
+        assert "add_param_group() and flush() on all ranks, or close()" in str(problem)
+    with pytest.raises(UsageError, match=rf"flush\(\): .*{message}"):
+        parameters.refuse_edits("flush()")
+    assert (parameters.find_newcomer(thoroughly=False) is None) == (edit in SAME_COUNTS)
+
+
+def test_a_list_of_the_same_parameters_and_an_added_group_are_no_edit() -> None:
+    groups = groups_of([parameter(1), parameter(2)])
+    parameters = make(groups)
+    groups[0]["params"] = list(groups[0]["params"])
+    groups.append({"params": [parameter(3)]})
+    assert parameters.find_edit() is None
