@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ssd_allreduce.coordinator import Coordinator
 
 FORMAT = 2
+_SAME_STATE = frozenset({"Adam", "AdamW"})
+"""Classes that go on from each other's state, as torch lets them."""
 
 
 def global_entry(
@@ -86,16 +88,28 @@ def _export_global_part(coordinator: Coordinator) -> dict[str, Any]:
     return entry
 
 
-def check(entry: dict[str, Any], parameters: Parameters) -> None:
-    """Refuse an entry that was saved for other parameters.
+def check(entry: dict[str, Any], parameters: Parameters, optimizer: str) -> None:
+    """Refuse an entry that was saved for other parameters, or by an optimizer with other state.
+
+    Args:
+        entry: what was saved.
+        parameters: those that it is loaded for.
+        optimizer: name of the base optimizer's class.
 
     Raises:
-        ValueError: the format, a name, a shape or a dtype differs.
+        ValueError: the format, the class, a name, a shape or a dtype differs.
     """
     if entry.get("format") != FORMAT:
         raise ValueError(
             f"The checkpoint's ssd_allreduce entry has format {entry.get('format')!r}; this version "
             f"reads format {FORMAT}."
+        )
+    # Older entries do not say it.
+    saved_by = entry.get("optimizer", optimizer)
+    if saved_by != optimizer and not {saved_by, optimizer} <= _SAME_STATE:
+        raise ValueError(
+            f"The checkpoint holds the state of {saved_by}, and the optimizer is {optimizer}. Load it into "
+            f"{saved_by}, or load the model's weights alone and begin with a new state."
         )
     if entry["names"] != parameters.names:
         odd = sorted(set(entry["names"]) ^ set(parameters.names)) or ["the same names in another order"]

@@ -647,6 +647,54 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_has_changed(
     train(model, optimizer, 2, first=7)
 
 
+CLASSES: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("loader", ["wrapper", "user's"])
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [("Adam", "SGD"), ("SGD", "Adam"), ("SGD", "RMSprop"), ("Adam", "NAdam")]
+)
+def test_a_checkpoint_of_another_class_is_refused_and_nothing_has_changed(
+    saved_by: str, loaded_by: str, loader: str, size: int
+) -> None:
+    source, model = small_model(), small_model()
+    saving = wrap(source, Loopback(size), CLASSES[saved_by](source.parameters()), warmup_steps=2)
+    train(source, saving, 5)
+    state = through_a_file(saving.state_dict())
+    base = CLASSES[loaded_by](model.parameters())
+    optimizer = wrap(model, Loopback(size), base, warmup_steps=2)
+    train(model, optimizer, 4)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=f"holds the state of {saved_by}, and the optimizer is {loaded_by}"):
+        (optimizer if loader == "wrapper" else base).load_state_dict(state)
+    assert same(optimizer.state_dict(), before)
+    train(model, optimizer, 2, first=4)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["now", "older checkpoints"])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("Adam", "AdamW"), ("AdamW", "Adam"), ("SGD", "SGD")])
+def test_classes_with_the_same_state_go_on_from_each_other(
+    saved_by: str, loaded_by: str, named: bool
+) -> None:
+    source, model = small_model(), small_model()
+    saving = wrap(source, Loopback(2), CLASSES[saved_by](source.parameters()), warmup_steps=2)
+    train(source, saving, 5)
+    state = through_a_file(saving.state_dict())
+    if not named:
+        del state["state"]["ssd_allreduce"]["optimizer"]
+    optimizer = wrap(model, Loopback(2), CLASSES[loaded_by](model.parameters()), warmup_steps=2)
+    optimizer.load_state_dict(state)
+    assert equal(weights(model), weights(source))
+    train(model, optimizer, 4, first=5)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_checkpoint_with_other_groups_is_refused_and_nothing_has_changed(size: int) -> None:
     model = small_model()
