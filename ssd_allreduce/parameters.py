@@ -38,7 +38,7 @@ class Parameters:
 
     Raises:
         TypeError: a parameter has a dtype or layout that cannot be trained.
-        ValueError: nothing is trainable.
+        ValueError: nothing is trainable, or a parameter is there twice.
     """
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str]) -> None:
@@ -47,8 +47,15 @@ class Parameters:
         self.group_of: list[int] = []
         self.frozen: list[Tensor] = []
         self.frozen_names: list[str] = []
+        seen: set[Tensor] = set()
         for group_index, group in enumerate(groups):
             for parameter in group["params"]:
+                if parameter in seen:
+                    raise ValueError(
+                        f"Parameter {names[parameter]!r} is in param_groups[{group_index}] twice, and each "
+                        "step would be made twice on it. Allowed: each parameter once."
+                    )
+                seen.add(parameter)
                 if not parameter.requires_grad:
                     self.frozen.append(parameter)
                     self.frozen_names.append(names[parameter])
@@ -181,6 +188,12 @@ def _refuse_untrainable(name: str, parameter: Tensor) -> None:
         raise TypeError(
             f"Parameter {name!r} has dtype {parameter.dtype}. Allowed: float16, bfloat16, float32 and "
             "float64. Keep complex parameters as pairs of real ones (torch.view_as_real)."
+        )
+    grad_dtype = getattr(parameter, "grad_dtype", None)
+    if grad_dtype not in (None, parameter.dtype):
+        raise TypeError(
+            f"Parameter {name!r} has dtype {parameter.dtype} and grad_dtype {grad_dtype}. Allowed: gradients "
+            "of the parameter's own dtype; they are summed in float32 at least in any case."
         )
     if type(parameter.data).__module__.startswith("torch.distributed."):
         raise TypeError(

@@ -229,3 +229,19 @@ def test_a_list_of_the_same_parameters_and_an_added_group_are_no_edit() -> None:
     groups[0]["params"] = list(groups[0]["params"])
     groups.append({"params": [parameter(3)]})
     assert parameters.find_edit() is None
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_that_is_there_twice_is_refused(trained: bool) -> None:
+    twice, other = parameter(2, trained=trained), parameter(3)
+    with pytest.raises(ValueError, match=r"Parameter 'p1' is in param_groups\[1\] twice"):
+        Parameters(groups_of([other], [twice, twice]), {other: "p0", twice: "p1"})
+
+
+@pytest.mark.skipif(not hasattr(parameter(1), "grad_dtype"), reason="torch before 2.10 has no grad_dtype")
+def test_gradients_of_another_dtype_are_refused() -> None:
+    odd = parameter(2, dtype=torch.bfloat16)
+    make(groups_of([odd]))
+    odd.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"'p0' has dtype torch.bfloat16 and grad_dtype torch.float32"):
+        make(groups_of([odd]))
