@@ -227,11 +227,14 @@ class CorrectedRule(LocalRule):
         super().__init__(parameters, gradient_scale)
         self._settings = settings
         self.correction = Correction.MEAN_GRADIENT if settings.glu == "gradient" else Correction.DISPLACEMENT
-        self._corrections = [tensor.zero_() for tensor in parameters.new_accumulators()]
+        self._made_corrections: list[Tensor] | None = None
 
     @property
     def corrections(self) -> list[Tensor]:
-        return self._corrections
+        if self._made_corrections is None:
+            # When they are first needed: the model may be given another dtype or device after it was wrapped.
+            self._made_corrections = [tensor.zero_() for tensor in self.parameters.new_accumulators()]
+        return self._made_corrections
 
     @property
     def wants_weights_before_warmup_step(self) -> bool:
@@ -243,7 +246,7 @@ class CorrectedRule(LocalRule):
     def observe_warmup(self, before: Sequence[Tensor] | None, options: StepOptions) -> None:
         if before is None:
             gradients = [p.grad for p in self.parameters.tensors]
-            for correction, gradient in zip(self._corrections, gradients, strict=True):
+            for correction, gradient in zip(self.corrections, gradients, strict=True):
                 if gradient is not None:
                     correction.copy_(gradient)
             return
@@ -251,7 +254,7 @@ class CorrectedRule(LocalRule):
             lr = options(batch.group, "lr")
             for i in batch.indices if lr != 0.0 else ():
                 now = self.parameters.tensors[i]
-                self._corrections[i].copy_(before[i]).sub_(now).div_(lr)
+                self.corrections[i].copy_(before[i]).sub_(now).div_(lr)
 
     def update(
         self,
@@ -269,7 +272,7 @@ class CorrectedRule(LocalRule):
         ops.local_corrected_(
             [self.parameters.tensors[i] for i in indices],
             [gradients[i] for i in indices],
-            [self._corrections[i] for i in indices],
+            [self.corrections[i] for i in indices],
             [sums.gradients[i] for i in indices] if accumulation != Accumulation.NONE else [],
             step_size=settings.local_lr_scale * options(group, "lr"),
             gradient_weight=settings.alpha * self.gradient_scale * sign,
@@ -280,11 +283,11 @@ class CorrectedRule(LocalRule):
         )
 
     def export_state(self) -> dict[str, Any]:
-        return {**super().export_state(), "corrections": self._corrections}
+        return {**super().export_state(), "corrections": self.corrections}
 
     def import_state(self, state: dict[str, Any]) -> None:
         super().import_state(state)
-        self._corrections = self.copied(state["corrections"])
+        self._made_corrections = self.copied(state["corrections"])
 
 
 def make_rule(settings: Settings, family: Family, gradient_scale: float) -> LocalRule:

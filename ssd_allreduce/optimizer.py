@@ -202,9 +202,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._base.before_load = partial(_check_load, self._engine, self._family)
         self._base.on_load = partial(_follow_load, self._engine, self._family)
         # A wrapper that is dropped without close() must not leave hooks and refusals behind.
-        self._release = weakref.finalize(self, _release, self._engine, self._base)
+        linger = partial(_linger_at_exit, weakref.ref(self._engine))
+        atexit.register(linger)
+        self._release = weakref.finalize(self, _release, self._engine, self._base, linger)
         self._release.atexit = False
-        atexit.register(_linger_at_exit, weakref.ref(self._engine))
+        self._forget_exit = partial(atexit.unregister, linger)
 
     # -- training loop ---------------------------------------------------------------------------
 
@@ -331,6 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if old.issues_at_step:
             self._engine.issue_at_step()
         self._release.detach()
+        self._forget_exit()
         self._connect_engine()
 
     def adopt_weights(self) -> None:
@@ -408,7 +411,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._base.materialise_state(self._family.initial_state)
                 entry = checkpoint.export(self._engine)
         packed: dict[str, Any] = super().state_dict()
-        packed["state"][ENTRY] = {**entry, "state_is_initial": self._base.initial_state_places()}
+        packed["state"][ENTRY] = {
+            **entry,
+            "optimizer": self._base.kind.__qualname__,
+            "state_is_initial": self._base.initial_state_places(),
+        }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -490,7 +497,8 @@ def _writing_state() -> Iterator[None]:
         yield
 
 
-def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer) -> None:
+def _release(engine: Coordinator | SingleProcess, base: BaseOptimizer, linger: Callable[[], None]) -> None:
+    atexit.unregister(linger)
     try:
         engine.close()
     finally:
@@ -512,7 +520,7 @@ def _check_load(engine: Coordinator | SingleProcess, family: Family, state_dict:
     family.check_groups(state_dict["param_groups"])
     entry = state_dict["state"].get(ENTRY)
     if entry is not None:
-        checkpoint.check(entry, engine.parameters)
+        checkpoint.check(entry, engine.parameters, family.base.kind.__qualname__)
 
 
 def _follow_load(engine: Coordinator | SingleProcess, family: Family, entry: dict[str, Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import pickle
@@ -159,6 +160,38 @@ def test_names_of_the_groups_serve_those_that_are_added() -> None:
     optimizer = wrap(model, Loopback(2), named, named_parameters=None)
     optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
     assert optimizer.param_groups[1]["param_names"][0] == "other.0.weight"
+
+
+@pytest.mark.parametrize("glu", ["momentum", "gradient", "displacement", "none"])
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_the_model_may_be_given_another_dtype_before_the_first_step(glu: str, warmup_steps: int) -> None:
+    def run(model: torch.nn.Sequential, convert: bool) -> list[Tensor]:
+        optimizer = wrap(model, Loopback(2), glu=glu, warmup_steps=warmup_steps, delay_steps=3)
+        if convert:
+            model.double()
+        train(model, optimizer, 8)
+        return weights(model)
+
+    assert equal(run(small_model(), convert=True), run(small_model(torch.float64), convert=False))
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_nothing_is_left_to_do_at_exit(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    # Optimizers of other tests may be collected in this one.
+    monkeypatch.setattr(atexit, "unregister", lambda f: registered.remove(f) if f in registered else None)
+    model, other = small_model(), small_model()
+    optimizer = wrap(model, Loopback(2))
+    optimizer.add_param_group({"params": [(f"other.{n}", p) for n, p in other.named_parameters()]})
+    optimizer.flush()
+    assert len(registered) == 1
+    if end == "close":
+        optimizer.close()
+    else:
+        del optimizer
+        gc.collect()
+    assert registered == []
 
 
 @pytest.mark.parametrize("number", [np.float32, np.float64], ids=lambda kind: kind.__name__)
