@@ -225,11 +225,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step() inside skip_synchronize() without synchronize() before it, in the warm-up "
                 "stage: every rank would go its own way. Call synchronize() first."
             )
+        arguments = () if closure is None else (closure,)
+        self._base.run_hooks("pre", arguments, {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._base.run_hooks("pre", (), {})
         with self._no_grad:
             try:
                 contribute, scaler = self._unscale_own_gradients()
@@ -238,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._forget_scaler()
                 raise
         self._base.mark_stepped()
-        self._base.run_hooks("post", (), {})
+        self._base.run_hooks("post", arguments, {})
         return loss
 
     def _unscale_own_gradients(self) -> tuple[Contribution, bool]:

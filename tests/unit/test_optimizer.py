@@ -127,6 +127,25 @@ def test_a_closure_is_called_once_with_gradients_enabled() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_hooks_of_the_users_optimizer_run_around_the_closure_and_are_handed_it(size: int) -> None:
+    model = small_model()
+    base = sgd(model)
+    optimizer = wrap(model, Loopback(size), base, delay_steps=1)
+    order: list[Any] = []
+
+    def closure() -> Tensor:
+        order.append("closure")
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    base.register_step_pre_hook(lambda holder, args, kwargs: order.append(("pre", args, kwargs)))
+    base.register_step_post_hook(lambda holder, args, kwargs: order.append(("post", args, kwargs)))
+    optimizer.step(closure)
+    assert order == [("pre", (closure,), {}), "closure", ("post", (closure,), {})]
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_zero_grad_has_torchs_signature(size: int) -> None:
     model = small_model()
     optimizer = wrap(model, Loopback(size))
